@@ -1,0 +1,116 @@
+"""Data sets by name.
+
+    data = load("fashion")                        # or "cifar10", "svhn", ..., or "mine.npz"
+    rest, held = holdout(data.train, 1000, seed=0)
+
+`harp.batches` makes the batches of an epoch of them.
+"""
+
+import difflib
+from pathlib import Path
+
+from harp.errors import DataError
+from harp.sources.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
+from harp.sources.embedded import Embedded
+from harp.sources.folder import Folder
+from harp.sources.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
+from harp.sources.npz import Npz
+from harp.sources.source import Source
+from harp.sources.svhn import Svhn
+from harp.split import DataSet, Split, check_batch, holdout
+
+__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Source", "Split", "check_batch", "holdout", "load"]
+
+DEFAULT_FOLDER = Path("data")
+"""Where the files of a data set are looked for when no folder is given."""
+
+_CIFAR_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
+_SOURCES: tuple[Source, ...] = (
+    Embedded(
+        "fashion",
+        "part of Fashion-MNIST, shipped with the package: 5,000 + 1,000 garments, 28x28x1",
+        "nothing: it is part of the package",
+        classes=GARMENTS,
+        flip=True,
+        origin="embedded part of Fashion-MNIST (Zalando, MIT)",
+        sha256="d04b305c5bc1b63d1dc5b4098e79bb7b98d02f3469f51a1721f3d2b3621fafda",
+    ),
+    Embedded(
+        "digits",
+        "handwritten digits, shipped with the package: 1,297 + 500, 8x8x1",
+        "nothing: it is part of the package",
+        classes=DIGITS,
+        flip=False,
+        origin="embedded handwritten digits (UCI, CC BY 4.0)",
+        sha256="a08c87a61a6f8b164e14562e54bd845ff84a0d2301b4d6f38f57c7b61265689b",
+    ),
+    Cifar(
+        "cifar10",
+        "CIFAR-10: 50,000 + 10,000 photographs of 10 classes, 32x32x3",
+        f"cifar-10-python.tar.gz or its folder, from {_CIFAR_HOME}",
+        classes=CIFAR10_CLASSES,
+        versions=CIFAR10,
+    ),
+    Cifar(
+        "cifar100",
+        "CIFAR-100: 50,000 + 10,000 photographs of 100 classes, 32x32x3",
+        f"cifar-100-python.tar.gz or its folder, from {_CIFAR_HOME}",
+        classes=CIFAR100_CLASSES,
+        versions=CIFAR100,
+    ),
+    Svhn(
+        "svhn",
+        "SVHN: 73,257 + 26,032 house number digits, 32x32x3",
+        "train_32x32.mat and test_32x32.mat, from http://ufldl.stanford.edu/housenumbers",
+        classes=DIGITS,
+        balanced=True,
+    ),
+    Mnist(
+        "fashion-mnist",
+        "Fashion-MNIST: 60,000 + 10,000 garments, 28x28x1",
+        "the four idx .gz files, from https://github.com/zalandoresearch/fashion-mnist",
+        classes=GARMENTS,
+        digests=FASHION_MD5,
+    ),
+    Mnist(
+        "mnist",
+        "MNIST: 60,000 + 10,000 handwritten digits, 28x28x1",
+        "the four idx .gz files, from http://yann.lecun.com/exdb/mnist",
+        classes=DIGITS,
+        flip=False,
+        digests=MNIST_MD5,
+    ),
+    Folder(
+        "folder",
+        "your images: train/<class>/ and test/<class>/ (or val/<class>/), at the size you give",
+        "a folder with train and test (or val), each with one folder of images a class",
+    ),
+    Npz(
+        "npz",
+        "your arrays: x_train, y_train, x_test and y_test in an .npz file",
+        "an .npz file, or a folder with data.npz",
+    ),
+)
+DATASETS = {source.name: source for source in _SOURCES}
+"""Every data set by name: the table is the documentation of what `load` takes."""
+
+
+def load(name: str, data_dir: str | Path | None = None, size: int | None = None) -> DataSet:
+    """Load a data set of `DATASETS`, or the .npz file whose path is given as `name`.
+
+    `data_dir` (default: data) has the files, directly or in a folder of the data set's name; for "npz" it may
+    be the file itself. `size` is the side of the images of "folder"; the others come as they were published.
+    """
+    folder = DEFAULT_FOLDER if data_dir is None else Path(data_dir)
+    if name.endswith(".npz"):
+        path = Path(name)
+        folder, name = (path if path.exists() or data_dir is None else folder / path), "npz"
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise DataError(f"no data set {name!r}: {hint}expected {', '.join(DATASETS)} or a path to an .npz file")
+    data = DATASETS[name].read(folder, size)
+    if size is not None and data.shape[1:] != (size, size):
+        side = f"{data.shape[1]}x{data.shape[2]}"
+        raise DataError(f"{name}: size {size} for images of {side}, expected none: only folder resizes")
+    return data

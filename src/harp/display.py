@@ -1,0 +1,136 @@
+"""What a person sees while the work goes on: a live bar on a terminal, plain lines elsewhere, nothing in a library."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+_SHOWN = {
+    "loss": "loss {:.3f}",
+    "gamma": "γ {:.3g}",
+    "rate": "rate {:.2%}",
+    "natural": "natural {:.1%}",
+    "robust": "robust {:.1%}",
+}
+
+
+class Quiet:
+    """Show nothing: the base of every display."""
+
+    def note(self, text: str) -> None:
+        """Say one line."""
+
+    @contextmanager
+    def training(self, name: str, epochs: int, steps: int, first: int = 0) -> Iterator[None]:
+        """Show a training of so many steps."""
+        yield
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show that a step is done."""
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Show that an epoch is done."""
+
+    @contextmanager
+    def counting(self, name: str, total: int) -> Iterator[None]:
+        """Show work on so many examples."""
+        yield
+
+    def count(self, done: int, total: int) -> None:
+        """Show how many examples are done."""
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table; the first column is text, the others are numbers."""
+
+
+class Terminal(Quiet):
+    """Show a live bar on a terminal, and a line an epoch where there is none (a file, a pipe, a batch job)."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(file=sys.stderr, highlight=False)
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._name, self._epochs, self._steps = "", 0, 0
+        self._last: dict[str, Any] = {}
+        self._began = 0.0
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def training(self, name: str, epochs: int, steps: int, first: int = 0) -> Iterator[None]:
+        """Show the bar of a training, `first` epochs of which are done already."""
+        self._name, self._epochs, self._steps, self._last = name, epochs, steps, {}
+        with self._bar(name, epochs * steps, first * steps):
+            yield
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Move the bar."""
+        self._last |= record
+        done = record["epoch"] * self._steps + record["step"]
+        if self._progress:
+            self._progress.update(self._task, completed=done, numbers=self._numbers(record["epoch"] + 1))
+
+    def epoch(self, record: Mapping[str, Any]) -> None:
+        """Where there is no terminal, print a line."""
+        self._last |= record
+        if not self.console.is_terminal:
+            self.note(f"{self._name}: {self._numbers(record['epoch'])}, {time.monotonic() - self._began:.0f} s")
+
+    @contextmanager
+    def counting(self, name: str, total: int) -> Iterator[None]:
+        """Show a bar over examples."""
+        with self._bar(name, total, 0):
+            yield
+
+    def count(self, done: int, total: int) -> None:
+        """Move the bar."""
+        if self._progress:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table to standard output: it is the result."""
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 or column == "" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console = Console(highlight=False)
+        console.print(table, crop=False, overflow="ignore", no_wrap=True)
+
+    def _numbers(self, epoch: int) -> str:
+        known = [text.format(self._last[key]) for key, text in _SHOWN.items() if key in self._last]
+        return ", ".join([f"epoch {epoch}/{self._epochs}", *known])
+
+    @contextmanager
+    def _bar(self, name: str, total: int, completed: int) -> Iterator[None]:
+        self._began = time.monotonic()
+        if not self.console.is_terminal:
+            yield
+            return
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(compact=True),
+        ]
+        with Progress(*columns, console=self.console) as self._progress:
+            self._task = self._progress.add_task(name, total=total, completed=completed, numbers="")
+            try:
+                yield
+            finally:
+                self._progress.refresh()
+                self._progress = None
+
+
+def bar(share: float, width: int = 20) -> str:
+    """A share drawn as a bar of eighths of a character."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")

@@ -1,0 +1,122 @@
+"""A check-up before hours of work: can this model be pruned, and will an attack on it mean anything?"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harp.errors import HarpError
+from harp.frozen import frozen
+from harp.units import Weights
+
+Verdict = Literal["good", "look", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: what was looked at, how it stands, and what to do."""
+
+    check: str
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All that was found."""
+
+    layers: list[dict[str, Any]]
+    left_out: dict[str, str]
+    findings: list[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing is bad."""
+        return all(finding.verdict != "bad" for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The examination as plain data."""
+        return {**asdict(self), "healthy": self.healthy}
+
+
+def examine(model: nn.Module, images: Tensor, labels: Tensor) -> Examination:
+    """Examine a model on a batch of images, which should be in [0, 1]."""
+    try:
+        units = Weights(model)
+        layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
+        left_out, first = (
+            units.left_out,
+            Finding("prunable", "good", f"{sum(units.sizes):,} weights in {len(layers)} layers"),
+        )
+    except HarpError as error:
+        layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))
+    with frozen(model, images, fast=False) as logits:
+        checks = [
+            first,
+            _inputs(images),
+            _normalisation(model),
+            _logits(logits(images).detach(), labels),
+            _determinism(logits, images),
+            _gradients(logits, images, labels),
+        ]
+    return Examination(layers, left_out, checks)
+
+
+def _inputs(images: Tensor) -> Finding:
+    low, high = float(images.min()), float(images.max())
+    if low < -1e-6 or high > 1 + 1e-6:
+        text = f"images span {low:.3g} to {high:.3g}: scale them to [0, 1], or epsilon has no meaning"
+        return Finding("inputs", "bad", text)
+    return Finding("inputs", "good", f"images are within [0, 1] ({low:.3g} to {high:.3g})")
+
+
+def _normalisation(model: nn.Module) -> Finding:
+    for name, module in model.named_modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if {"mean", "std"} <= buffers.keys():
+            return Finding("normalisation", "good", f"inside the model, in {name or type(module).__name__!r}")
+    text = "none found in the model: right if it was trained on [0, 1] images, else put it inside (model.normalize)"
+    return Finding("normalisation", "look", text)
+
+
+def _logits(outputs: Tensor, labels: Tensor) -> Finding:
+    if outputs.ndim != 2:
+        return Finding(
+            "logits", "bad", f"output has shape {tuple(outputs.shape)}: one row of logits an image is needed"
+        )
+    if not torch.isfinite(outputs).all():
+        return Finding("logits", "bad", "output holds NaN or infinity")
+    if int(labels.max()) >= outputs.shape[1]:
+        return Finding("logits", "bad", f"{outputs.shape[1]} logits, but a label is {int(labels.max())}")
+    ones = torch.ones(len(outputs), dtype=outputs.dtype, device=outputs.device)
+    if (outputs >= 0).all() and torch.allclose(outputs.sum(1), ones, atol=1e-3):
+        return Finding("logits", "bad", "output is a softmax: return the logits before it, or attacks see no gradient")
+    if torch.allclose(outputs.logsumexp(1), 0 * ones, atol=1e-3):
+        return Finding("logits", "look", "output is a log-softmax: return the logits before it")
+    return Finding("logits", "good", f"{outputs.shape[1]} logits an image")
+
+
+def _determinism(logits: Callable[[Tensor], Tensor], images: Tensor) -> Finding:
+    if torch.equal(logits(images), logits(images)):
+        return Finding("determinism", "good", "the same image gives the same logits")
+    return Finding("determinism", "bad", "the same image gives other logits: attacks on a random model need averaging")
+
+
+def _gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Finding:
+    x = images.clone().requires_grad_()
+    with torch.enable_grad():
+        outputs = logits(x)
+        loss = F.cross_entropy(outputs, labels.clamp(max=outputs.shape[-1] - 1), reduction="sum")
+        (gradient,) = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else (None,)
+    if gradient is None:
+        return Finding(
+            "gradients", "bad", "the loss has no gradient with respect to the image: nothing can be attacked"
+        )
+    zero = int((gradient.flatten(1).abs().amax(1) == 0).sum())
+    if zero:
+        text = f"{zero} of {len(x)} images have a gradient of zero: robust accuracy would be false"
+        return Finding("gradients", "bad" if 2 * zero > len(x) else "look", text)
+    return Finding("gradients", "good", "every image has a gradient")

@@ -1,0 +1,309 @@
+"""The one training loop: pre-training, pruning and fine-tuning differ in the pruner only."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from harp.data import check_batch
+from harp.engine import launch
+from harp.errors import ModelError, RecipeError
+from harp.frozen import frozen
+from harp.pruners.base import Plan, Pruner
+from harp.seeds import derive
+
+logger = logging.getLogger("harp")
+
+Objective = Callable[..., Tensor]
+Record = dict[str, Any]
+
+
+class EpochBatches(Protocol):
+    """Batches as a function of the epoch: `harp.data.Batches`, or your own."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, epoch: int, start: int = 0) -> Iterable[tuple[Tensor, Tensor]]:
+        """The batches of an epoch from number `start` on."""
+        ...
+
+
+class Keeper(Protocol):
+    """Where a training keeps its state: `harp.keeper.Keeper` writes files."""
+
+    def load(self) -> dict[str, Any] | None:
+        """The state to go on from."""
+        ...
+
+    def due(self) -> bool:
+        """Whether to save in the middle of an epoch."""
+        ...
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Keep the state; raises `Interrupted` when somebody asked to stop."""
+        ...
+
+
+@dataclass
+class Fitted:
+    """What a training leaves: the masks, one record an epoch, and the epoch whose weights the model now holds."""
+
+    masks: dict[str, Tensor]
+    history: list[Record] = field(default_factory=list)
+    epoch: int = 0
+
+
+def cosine(progress: float) -> float:
+    """The learning rate's factor falls from 1 to 0 along half a cosine, step by step."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def constant(progress: float) -> float:
+    """The learning rate stays."""
+    return 1.0
+
+
+def fit(
+    model: nn.Module,
+    batches: EpochBatches | Iterable[tuple[Tensor, Tensor]],
+    objective: Objective,
+    pruner: Pruner,
+    *,
+    epochs: int,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+    schedule: Callable[[float], float] = cosine,
+    accumulate: int = 1,
+    seed: int = 0,
+    validate: Callable[[], Mapping[str, float]] | None = None,
+    select: str | None = None,
+    on_step: Callable[[Record], None] | None = None,
+    on_epoch: Callable[[Record], None] | None = None,
+    keeper: Keeper | None = None,
+    fabric: Any = None,
+) -> Fitted:
+    """Train `model` under `objective`, its weights decided by `pruner`, and leave the answer in the model.
+
+    Arguments:
+        batches: callable by epoch, or anything that gives (x, y) pairs each time it is iterated, such as a DataLoader.
+        optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
+        schedule: the learning rate's factor as a function of progress from 0 to 1.
+        accumulate: parts that each batch is split into, to save memory.
+        seed: every step's randomness derives from (seed, epoch, step, rank).
+        validate: called at the end of each epoch with the answer's weights in the model; returns metrics.
+        select: the metric whose best epoch (the pruner being ready) is left in the model; None: the last epoch.
+        fabric: a launched `lightning_fabric.Fabric`; default one process on the best device.
+    """
+    if epochs < 0 or accumulate < 1:
+        raise RecipeError(f"epochs {epochs}, accumulate {accumulate}: give at least 0 and 1")
+    fabric = launch() if fabric is None else fabric
+    source = _by_epoch(batches, fabric)
+    pruner.to(fabric.device)
+    model.to(fabric.device)
+    groups = pruner.trainable()
+    make = optimizer or (lambda gs: SGD(gs, lr=lr, momentum=momentum, weight_decay=weight_decay))
+    plan = Plan(epochs, max(1, len(source)), lr, momentum, weight_decay, schedule)
+    training = _Training(fabric, model, pruner, objective, source, make(groups), plan, accumulate, seed)
+    with torch.random.fork_rng(_cuda_devices(fabric)):
+        training.run(validate, select, on_step, on_epoch, keeper)
+    return training.close()
+
+
+class _Training:
+    """The state of one `fit`: what a checkpoint holds, and the steps over it."""
+
+    def __init__(
+        self,
+        fabric: Any,
+        model: nn.Module,
+        pruner: Pruner,
+        objective: Objective,
+        batches: EpochBatches,
+        optimizer: Optimizer,
+        plan: Plan,
+        accumulate: int,
+        seed: int,
+    ) -> None:
+        self.fabric, self.model, self.pruner, self.objective = fabric, model, pruner, objective
+        self.batches, self.plan, self.accumulate, self.seed = batches, plan, accumulate, seed
+        self.forward, self.optimizer = fabric.setup(model, optimizer)  # data parallelism and precision, only here
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.epoch = self.step = 0
+        self.loss_sum = 0.0
+        self.history: list[Record] = []
+        self.best: dict[str, Any] | None = None
+
+    def run(
+        self,
+        validate: Callable[[], Mapping[str, float]] | None,
+        select: str | None,
+        on_step: Callable[[Record], None] | None,
+        on_epoch: Callable[[Record], None] | None,
+        keeper: Keeper | None,
+    ) -> None:
+        """Go through all epochs, from where the keeper's state stands."""
+        self.begin(keeper)
+        while self.epoch < self.plan.epochs:
+            self.forward.train()
+            for x, y in self.batches(self.epoch, self.step):
+                loss = self.train_step(x, y)
+                if on_step:
+                    on_step({"epoch": self.epoch, "step": self.step, "loss": loss, **self.pruner.metrics()})
+                if keeper is not None and self.step < len(self.batches) and keeper.due():
+                    keeper.save(self.state())
+            record = self.end_epoch(validate, select)
+            if keeper is not None:
+                keeper.save(self.state())
+            if on_epoch:
+                on_epoch(record)
+
+    def begin(self, keeper: Keeper | None) -> None:
+        """Take the keeper's state, or start; every rank from rank 0's latents."""
+        state = keeper.load() if keeper is not None else None
+        if state is not None:
+            self.load(state)
+        if self.fabric.world_size > 1:
+            for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
+                torch.distributed.broadcast(tensor.data, 0)
+        self.pruner.start(self.plan)
+
+    def train_step(self, x: Tensor, y: Tensor) -> float:
+        """One optimiser step: objective, gradients pulled back to the latents, step, weights written."""
+        torch.manual_seed(derive(self.seed, "step", self.epoch, self.step, self.fabric.global_rank))
+        factor = self.plan.shape((self.epoch + self.step / self.plan.steps) / self.plan.epochs)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        x, y = self.fabric.to_device((x, y))
+        if self.step == 0 and self.epoch == 0:
+            self.check(x, y)
+        self.optimizer.zero_grad()
+        loss = self.backward(x, y)
+        if not math.isfinite(loss):
+            raise ModelError(
+                f"the loss became {loss} in epoch {self.epoch + 1}, step {self.step + 1}: "
+                f"try a smaller learning rate than {self.plan.lr:g}"
+            )
+        self.pruner.after_backward()
+        self.optimizer.step()
+        self.pruner.after_step()
+        self.step += 1
+        self.loss_sum += loss
+        return loss
+
+    @torch.no_grad()
+    def check(self, x: Tensor, y: Tensor) -> None:
+        """Refuse data that would train to nonsense: outside [0, 1], or labels without a logit."""
+        with frozen(self.model, x[:1], fast=False) as logits:
+            check_batch(x, y, logits(x[:1]).shape[-1])
+
+    def backward(self, x: Tensor, y: Tensor) -> float:
+        """Gradients of the batch's mean loss, in parts; ranks exchange them with the last part only."""
+        total = 0.0
+        parts = list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
+        for number, (part, labels) in enumerate(parts, 1):
+            with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
+                with self.fabric.autocast():
+                    loss = self.objective(self.model, part, labels, forward=self.forward) * (len(part) / len(x))
+                self.fabric.backward(loss)
+            total += float(loss.detach())
+        return total
+
+    def end_epoch(self, validate: Callable[[], Mapping[str, float]] | None, select: str | None) -> Record:
+        """Validate the answer of this epoch, keep it if it is the best, and move on."""
+        record: Record = {"epoch": self.epoch + 1, "loss": self.loss_sum / max(1, self.step)}
+        record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.pruner.metrics()}
+        self.pruner.after_epoch()
+        record["ready"] = self.pruner.ready
+        if validate is not None:
+            torch.manual_seed(derive(self.seed, "validate", self.epoch))
+            with self.pruner.exact():
+                record |= self.fabric.broadcast(dict(validate()) if self.fabric.is_global_zero else {})
+                self.keep_if_best(record, select)
+        self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
+        self.history.append(record)
+        return record
+
+    def keep_if_best(self, record: Record, select: str | None) -> None:
+        """Remember the epoch with the highest metric; of equal ones the later."""
+        if select is None or not self.pruner.ready:
+            return
+        if select not in record:
+            raise RecipeError(f"can't select by {select!r}: validation measured {', '.join(record)}")
+        if self.best is None or record[select] >= self.best["value"]:
+            state = {"model": self.model.state_dict(), "pruner": self.pruner.state_dict()}
+            self.best = {"value": record[select], "epoch": record["epoch"], **copy.deepcopy(state)}
+
+    def state(self) -> dict[str, Any]:
+        """All that the future depends on."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "history": self.history,
+            "best": self.best,
+            "model": self.model.state_dict(),
+            "pruner": self.pruner.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take a state back."""
+        self.epoch, self.step, self.loss_sum = state["epoch"], state["step"], state["loss_sum"]
+        self.history, self.best = state["history"], state["best"]
+        self.model.load_state_dict(state["model"])
+        self.pruner.load_state_dict(state["pruner"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> Fitted:
+        """Leave the chosen epoch's answer in the model."""
+        epoch = self.epoch
+        if self.best is not None:
+            epoch = self.best["epoch"]
+            self.model.load_state_dict(self.best["model"])
+            self.pruner.load_state_dict(self.best["pruner"])
+        elif self.history and not self.pruner.ready:
+            logger.warning("the budget was not met while training: the last epoch's rates were scaled to it")
+        return Fitted(self.pruner.finish(), self.history, epoch)
+
+
+class _Loader:
+    """Any iterable of batches as batches by epoch; earlier batches are drawn and dropped on resume."""
+
+    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> None:
+        self.loader, self.seed = loader, seed
+
+    def __len__(self) -> int:
+        try:
+            return len(self.loader)  # type: ignore[arg-type]  # some iterables have no length
+        except TypeError as error:
+            raise RecipeError("batches have no length: pass a DataLoader, or `harp.data.Batches`") from error
+
+    def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        torch.manual_seed(derive(self.seed, "order", epoch))
+        iterator = iter(self.loader)
+        for number in range(len(self)):
+            torch.manual_seed(derive(self.seed, "load", epoch, number))  # as if the batches before had been trained on
+            x, y = next(iterator)
+            if number >= start:
+                yield x, y
+
+
+def _by_epoch(batches: Any, fabric: Any) -> EpochBatches:
+    """Batches as a function of the epoch, and this rank's part of them."""
+    if callable(batches):
+        shard = getattr(batches, "shard", None)
+        mine: EpochBatches = shard(fabric.global_rank, fabric.world_size) if shard else batches
+        return mine
+    return _Loader(fabric.setup_dataloaders(batches, move_to_device=False) if fabric.world_size > 1 else batches)
+
+
+def _cuda_devices(fabric: Any) -> list[int]:
+    return [fabric.device.index or 0] if fabric.device.type == "cuda" else []

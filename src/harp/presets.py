@@ -1,0 +1,74 @@
+"""What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from harp.recipe import number
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The usual threat and lengths on a data set."""
+
+    epsilon: str
+    step: str
+    epochs: tuple[int, int, int]  # pre-train, prune, fine-tune
+
+
+PAPER = Preset("8/255", "2/255", (100, 20, 100))
+PRESETS = {
+    "fashion": Preset("0.1", "0.025", (20, 10, 20)),
+    "fashion-mnist": Preset("0.1", "0.025", (20, 10, 20)),
+    "mnist": Preset("0.3", "0.075", (20, 10, 20)),
+    "digits": Preset("0.15", "0.0375", (20, 20, 20)),
+}
+
+
+def recipe(
+    model: str,
+    data: str,
+    keep: str,
+    *,
+    method: str,
+    strategy: str | None,
+    objective: str,
+    epsilon: str | None,
+    weights: str | None,
+    epochs: tuple[int | None, int | None, int | None],
+    batch: int,
+    seed: int,
+    ignore: list[str],
+) -> dict[str, Any]:
+    """The content of a recipe that pre-trains (unless weights are given), prunes and fine-tunes."""
+    preset = PRESETS.get(data, PAPER)
+    lengths = [given if given is not None else usual for given, usual in zip(epochs, preset.epochs, strict=True)]
+    threat: dict[str, Any] = {}
+    if objective != "natural":
+        step = preset.step if epsilon is None else number(epsilon) / 4
+        threat = {"epsilon": epsilon or preset.epsilon, "step": step}
+    pruner: dict[str, Any] = {"name": method, "keep": keep}
+    if strategy is not None:
+        pruner["initial_strategy" if method in ("harp", "harp-r") else "strategy"] = strategy
+    one_shot = method == "magnitude"  # nothing to learn: its pruning epochs go to fine-tuning, as is fair
+    stages = [
+        {"name": "pretrain", "pruner": "dense", "epochs": lengths[0]},
+        {"name": "prune", "pruner": pruner, "epochs": 0 if one_shot else lengths[1]},
+        {
+            "name": "finetune",
+            "pruner": "fixed",
+            "epochs": lengths[2] + (lengths[1] if one_shot else 0),
+            "optimizer": {"lr": 0.01},
+        },
+    ]
+    described: dict[str, Any] = {"name": model} if weights is None else {"name": model, "weights": weights}
+    words = "".join(letter if letter.isalnum() else "-" for letter in f"{method}-{model.rpartition('/')[2]}-{keep}")
+    return {
+        "name": words.strip("-"),
+        "seed": seed,
+        "data": {"name": data, "batch": batch},
+        "model": described,
+        "units": {"ignore": ignore},
+        "objective": {"name": objective, **threat},
+        "stages": stages[1:] if weights is not None else stages,
+        "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
+    }

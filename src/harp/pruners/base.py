@@ -1,0 +1,236 @@
+"""The pruner's contract: the model is plain, its parameters always hold the weights in force.
+
+A pruner decides those weights. It writes them when it starts and after every optimiser step, and after every backward
+pass it pulls the weights' gradients back to what it learns. So pre-training, pruning and fine-tuning are one loop with
+three pruners, and attacks, validation, checkpoints, data parallelism and export see nothing but an ordinary module.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harp import masks as mask_ops
+from harp.errors import ModelError
+from harp.masks import Masks
+from harp.units import Units
+
+ParameterGroup = dict[str, Any]
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The training that lies ahead, for methods that pace themselves by it."""
+
+    epochs: int
+    steps: int  # optimiser steps an epoch
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    shape: Callable[[float], float] = lambda progress: 1.0  # learning rate's factor over progress in [0, 1]
+
+
+class Pruner(nn.Module):
+    """Leave the weights alone: dense training. Also the base of every method.
+
+    The constructor's arguments after `units` are the method's options in a recipe.
+    """
+
+    def __init__(self, units: Units, keep: float = 1.0) -> None:
+        super().__init__()
+        self.units = units
+        self.keep = keep
+        self.total = units.total(keep)
+        self._flags: dict[str, bool] = {}
+
+    def trainable(self) -> list[ParameterGroup]:
+        """The parameter groups that the optimiser may step; sets `requires_grad` to match."""
+        return [{"params": [p for p in self.units.model.parameters() if p.requires_grad]}]
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Write the first weights."""
+
+    def after_backward(self) -> None:
+        """Turn the weights' gradients into what the optimiser needs."""
+
+    def after_step(self) -> None:
+        """Write the new weights."""
+
+    def after_epoch(self) -> None:
+        """Advance what changes by epoch."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the weights in force meet the budget closely enough for the epoch to be chosen."""
+        return True
+
+    def masks(self) -> Masks:
+        """The answer: exactly within budget."""
+        return {
+            n: torch.ones_like(w, dtype=torch.bool) for n, w in zip(self.units.names, self.units.weights, strict=True)
+        }
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let the model hold the answer's weights for a while: what is validated is what would be saved."""
+        yield
+
+    def finish(self) -> Masks:
+        """Leave the answer in the model, give its parameters back as they came, and return the masks."""
+        answer = self.masks()
+        self.write(answer)
+        for name, flag in self._flags.items():
+            self.units.model.get_parameter(name).requires_grad_(flag)
+        self._flags = {}
+        return answer
+
+    def write(self, masks: Masks) -> None:
+        """Let the model hold its weights under these masks."""
+        mask_ops.apply(self.units.model, masks)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers worth logging every epoch."""
+        return {}
+
+    def attach(self, optimizer: Optimizer) -> Self:
+        """Ride on any training loop: the optimiser steps what this pruner learns, the weights follow by themselves.
+
+        Call `after_epoch()` at the end of each epoch and `finish()` at the end.
+        """
+        groups = self.trainable()
+        optimizer.param_groups.clear()
+        optimizer.state.clear()
+        for group in groups:
+            optimizer.add_param_group(group)
+        self.start()
+        optimizer.register_step_pre_hook(lambda *_: self.after_backward())
+        optimizer.register_step_post_hook(lambda *_: self.after_step())
+        return self
+
+    def _train_only(self, chosen: Iterable[nn.Parameter]) -> None:
+        """Ask gradients of these model parameters only, and remember how it was."""
+        wanted = {id(parameter) for parameter in chosen}
+        for name, parameter in self.units.model.named_parameters():
+            self._flags.setdefault(name, parameter.requires_grad)
+            parameter.requires_grad_(id(parameter) in wanted)
+
+
+class Dense(Pruner):
+    """Train all weights, prune none."""
+
+    def __init__(self, units: Units) -> None:
+        super().__init__(units)
+
+
+class Fixed(Pruner):
+    """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser."""
+
+    def __init__(self, units: Units, masks: Mapping[str, Tensor]) -> None:
+        super().__init__(units, _share(units, masks))
+        for i, name in enumerate(units.names):
+            self.register_buffer(f"mask{i}", masks[name].to(units.weights[i].device, torch.bool))
+
+    def masks(self) -> Masks:
+        """The masks as given."""
+        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Zero what is outside the masks."""
+        self.write(self.masks())
+
+    def after_backward(self) -> None:
+        """Drop the gradients outside the masks, so that momentum never learns of them."""
+        for weight, mask in zip(self.units.weights, self.masks().values(), strict=True):
+            if weight.grad is not None:
+                weight.grad.masked_fill_(~mask, 0.0)
+
+    def after_step(self) -> None:
+        """Zero what is outside the masks: an optimiser may move weights that have no gradient."""
+        self.write(self.masks())
+
+
+class Latent(Pruner, ABC):
+    """Learn the mask over frozen weights: the base of the score-based methods.
+
+    The dense weights are kept aside; the model holds dense * mask. A subclass says which masks are in force (`current`)
+    and how the gradient on a mask reaches what it learns (`pull`). Norms' affine parameters are trained along, as in
+    the authors' code (only scores and quotas are variables in the papers' formulas); biases and weights are frozen.
+    """
+
+    dense: nn.ParameterList
+
+    def __init__(self, units: Units, keep: float) -> None:
+        super().__init__(units, keep)
+        self.dense = nn.ParameterList(nn.Parameter(w.detach().clone(), requires_grad=False) for w in units.weights)
+
+    @abstractmethod
+    def current(self) -> Masks:
+        """The masks in force."""
+
+    @abstractmethod
+    def pull(self, gradients: list[Tensor | None]) -> None:
+        """Set the latents' gradients from the gradients on the masks, which may be overwritten."""
+
+    @abstractmethod
+    def latents(self) -> list[ParameterGroup]:
+        """The groups of what is learned, in the pruner itself."""
+
+    def trainable(self) -> list[ParameterGroup]:
+        """What is learned, and the norms of the model; prunable weights only lend their gradients."""
+        affine = [p for m in self.units.model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)]
+        self._train_only([*affine, *self.units.weights])
+        first, *others = self.latents()
+        return [{**first, "params": [*first["params"], *affine]}, *others]
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Write the first weights."""
+        self.write(self.current())
+
+    def after_backward(self) -> None:
+        """Pull the weights' gradients back: the gradient on a mask is that on its weight times the dense weight."""
+        weights = self.units.weights
+        gradients = [None if w.grad is None else w.grad.mul_(d) for w, d in zip(weights, self.dense, strict=True)]
+        for weight in weights:
+            weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
+        self.pull(gradients)
+
+    def after_step(self) -> None:
+        """Write the weights that the new latents give."""
+        self.write(self.current())
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Hold the answer's weights for a while, then what was in force."""
+        self.write(self.masks())
+        try:
+            yield
+        finally:
+            self.write(self.current())
+
+    @torch.no_grad()
+    def write(self, masks: Masks) -> None:
+        """Let the model hold dense * mask."""
+        for weight, dense, mask in zip(self.units.weights, self.dense, masks.values(), strict=True):
+            if torch.is_autocast_enabled(weight.device.type):
+                raise ModelError(
+                    "weights written inside autocast, whose cache would keep the old ones: write outside it"
+                )
+            weight.copy_(torch.where(mask, dense, 0.0))
+
+
+def _share(units: Units, masks: Mapping[str, Tensor]) -> float:
+    """The keep rate of given masks, after checking that they fit the units."""
+    for name, weight in zip(units.names, units.weights, strict=True):
+        if name not in masks or masks[name].shape != weight.shape:
+            raise ModelError(f"no mask of shape {tuple(weight.shape)} for {name!r}: masks of another model?")
+    unknown = set(masks) - set(units.names)
+    if unknown:
+        raise ModelError(f"mask {min(unknown)!r} belongs to no prunable layer: masks of another model?")
+    return mask_ops.density({name: masks[name] for name in units.names})

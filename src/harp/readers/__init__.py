@@ -1,0 +1,34 @@
+"""The published file formats of image data sets, read into numpy arrays.
+
+No reader trusts its file. Every size in a header is compared with the bytes that are really there before anything is
+allocated, no pickle can call a function, and whatever is wrong ends in a `DataError` that names the file and what was
+expected. Nothing here knows of torch, of splits or of batches.
+"""
+
+from harp.readers.archive import read_archive
+from harp.readers.cifar import PIXELS, read_cifar_batch, read_cifar_binary
+from harp.readers.folder import ImageFolder, read_image_folder
+from harp.readers.idx import read_idx
+from harp.readers.mat5 import read_mat5
+from harp.readers.npz import read_npz
+from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, Bytes, File, Integers, Payload, read_file
+
+__all__ = [
+    "DEFLATE_RATIO",
+    "LARGEST",
+    "PIXELS",
+    "Array",
+    "Bytes",
+    "File",
+    "ImageFolder",
+    "Integers",
+    "Payload",
+    "read_archive",
+    "read_cifar_batch",
+    "read_cifar_binary",
+    "read_file",
+    "read_idx",
+    "read_image_folder",
+    "read_mat5",
+    "read_npz",
+]

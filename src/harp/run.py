@@ -1,0 +1,296 @@
+"""Running a recipe: its stages one after the other, each in a folder named by the hash of all that produced it.
+
+    ROOT/stages/<hash>-<name>/   recipe.yaml metrics.jsonl state.pt model.safetensors masks.safetensors stage.json
+    ROOT/<recipe>-<hash>/        recipe.yaml model.safetensors masks.safetensors results/*.json summary.json layers.png
+
+Recipes that begin alike share their first stages, a finished stage is never trained again, and an interrupted one goes
+on from its last state, bit for bit.
+"""
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from harp import (
+    artefact,
+    assess,
+    attacks,
+    checkpoint,
+    data,
+    engine,
+    evaluate,
+    fit,
+    masks,
+    objectives,
+    pruners,
+)
+from harp.batches import Augment, Batches
+from harp.display import Quiet
+from harp.errors import Interrupted, RecipeError
+from harp.keeper import Keeper, Stop
+from harp.masks import Masks
+from harp.metrics import MetricsFile
+from harp.recipe import Recipe, Stage
+from harp.seeds import derive
+from harp.units import Weights
+
+_SCHEDULES = {"cosine": fit.cosine, "constant": fit.constant}
+
+
+@dataclass
+class Outcome:
+    """What a run leaves."""
+
+    folder: Path
+    model: nn.Module
+    masks: Masks | None
+    units: Weights
+    results: list[dict[str, Any]]  # the finished network's
+    dense: list[dict[str, Any]]  # the network's before pruning, measured the same way
+
+
+class Run:
+    """A recipe with its data, model and limits: everything is built and checked before anything is written."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        root: Path,
+        *,
+        data_dir: Path | None = None,
+        display: Quiet | None = None,
+        fabric: Any = None,
+        minutes: float = 10.0,
+    ) -> None:
+        self.recipe, self.root, self.minutes = recipe, root, minutes
+        self.display = display or Quiet()
+        self.fabric = fabric if fabric is not None else engine.launch(recipe.precision)
+        self.stop = Stop()
+        self.data = data.load(recipe.data.name, data_dir, recipe.data.size)
+        held = recipe.data.holdout
+        size = round(held * len(self.data.train)) if held < 1 else int(held)
+        self.train, self.held = data.holdout(self.data.train, size, derive(recipe.seed, "holdout"))
+        torch.manual_seed(derive(recipe.seed, "model"))
+        self.model = assess.build(recipe.model, self.data, recipe.model.weights)
+        self.units = Weights(self.model, **recipe.units.model_dump())
+        self.contents = [self.data.fingerprint()]
+        if recipe.model.weights is not None:
+            self.contents.append(file_hash(Path(recipe.model.weights)))
+        for stage in recipe.stages:
+            if "keep" in stage.pruner:
+                self.units.total(stage.pruner["keep"])
+        _check_writable(root)
+
+    def folder(self) -> Path:
+        """Where the outcome goes."""
+        return self.root / f"{self.recipe.name}-{self.recipe.identity(len(self.recipe.stages), *self.contents)}"
+
+    def stage_folder(self, number: int) -> Path:
+        """Where a stage's files go; number -1 is the network before the first stage."""
+        name = self.recipe.stages[number].name if number >= 0 else "start"
+        return self.root / "stages" / f"{self.recipe.identity(number + 1, *self.contents)}-{name}"
+
+    def execute(self) -> Outcome:
+        """Train what is not trained yet, evaluate, and write the outcome."""
+        with self.stop.on_signals():
+            answer: Masks | None = None
+            dense: list[dict[str, Any]] = []
+            for number, stage in enumerate(self.recipe.stages):
+                if stage.pruner["name"] != "dense" and not dense:
+                    dense = self.evaluate(self.stage_folder(number - 1))
+                answer = self.stage(number, stage, answer)
+            results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1))
+        outcome = Outcome(self.folder(), self.model, answer, self.units, results, dense)
+        if self.fabric.is_global_zero:
+            self.write(outcome)
+        return outcome
+
+    def stage(self, number: int, stage: Stage, before: Masks | None) -> Masks | None:
+        """Do one stage, or take its result if it was done; the model then holds it."""
+        folder = self.stage_folder(number)
+        if not (folder / "stage.json").exists():
+            self.train_stage(number, stage, before, folder)
+        else:
+            self.display.note(f"{stage.name}: done before, taken from {folder}")
+            checkpoint.load_weights(self.model, folder / "model.safetensors")
+        path = folder / "masks.safetensors"
+        return masks.load(path) if path.exists() else None
+
+    def train_stage(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> None:
+        """Train a stage from where it stands and write its result."""
+        _make_folder(folder)
+        pruner = self.pruner(stage, before)
+        keeper = Keeper(folder / "state.pt", self.stop, minutes=self.minutes, fabric=self.fabric)
+        began, log = time.monotonic(), MetricsFile(folder)
+        flip = Augment(self.recipe.data.pad, self.data.flip) if self.recipe.data.augment else None
+        seed = derive(self.recipe.seed, "stage", number)
+        batches = Batches(self.train, self.recipe.data.batch, seed=seed, augment=flip)
+        objective = self.objective(stage)
+
+        def on_epoch(record: dict[str, Any]) -> None:
+            if self.fabric.is_global_zero:
+                log.write(record)
+            self.display.epoch(record)
+
+        settings = stage.optimizer
+        with self.display.training(stage.name, stage.epochs, len(batches)):
+            fitted = fit.fit(
+                self.model,
+                batches,
+                objective,
+                pruner,
+                epochs=stage.epochs,
+                lr=settings.lr,
+                momentum=settings.momentum,
+                weight_decay=settings.weight_decay,
+                optimizer=self.optimizer(stage),
+                schedule=_SCHEDULES[settings.schedule],
+                accumulate=stage.accumulate,
+                seed=seed,
+                validate=lambda: self.validate(objective),
+                select=self.criterion(objective) if stage.select == "best" else None,
+                on_step=self.display.step,
+                on_epoch=on_epoch,
+                keeper=keeper,
+                fabric=self.fabric,
+            )
+        if self.fabric.is_global_zero:
+            pruned = stage.pruner["name"] != "dense"
+            artefact.save(folder, self.model, fitted.masks if pruned else None, pruner.total)
+            checkpoint.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+            facts = {
+                "stage": stage.name,
+                "epochs": stage.epochs,
+                "chosen_epoch": fitted.epoch,
+                **pruner.metrics(),
+            }
+            facts |= {"seconds": round(time.monotonic() - began, 1), "history": fitted.history}
+            checkpoint.write_json(folder / "stage.json", facts)
+            (folder / "state.pt").unlink(missing_ok=True)
+            log.close()
+        self.fabric.barrier()
+
+    def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
+        """The stage's pruner on this run's model."""
+        options = {key: value for key, value in stage.pruner.items() if key != "name"}
+        if stage.pruner["name"] == "fixed":
+            if before is None:
+                raise RecipeError(
+                    f"stage {stage.name!r}: 'fixed' keeps the masks of an earlier stage, and there is none"
+                )
+            options["masks"] = before
+        return pruners.PRUNERS[stage.pruner["name"]](self.units, **options)
+
+    def objective(self, stage: Stage) -> Any:
+        """The stage's objective."""
+        options = dict(self.recipe.stage_objective(stage))
+        return objectives.OBJECTIVES[options.pop("name")](**options)
+
+    def optimizer(self, stage: Stage) -> Any:
+        """What makes the stage's optimiser."""
+        settings = stage.optimizer
+        if settings.name == "adamw":
+            return lambda groups: AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
+        return lambda groups: SGD(
+            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
+        )
+
+    def criterion(self, objective: Any) -> str:
+        """What the best epoch is chosen by."""
+        return "robust" if hasattr(objective, "epsilon") else "natural"
+
+    def validate(self, objective: Any) -> dict[str, float]:
+        """Accuracy on the held-out images, natural and under the attack that is trained against."""
+        found = {"natural": self._held_accuracy(None)}
+        if hasattr(objective, "epsilon"):
+            attack = attacks.Pgd(objective.epsilon, objective.step, max(10, objective.steps), norm=objective.norm)
+            found["robust"] = self._held_accuracy(attack)
+        return found
+
+    def _held_accuracy(self, attack: Any) -> float:
+        score = evaluate.accuracy(self.model, self.held.images, self.held.labels, attack=attack, seed=self.recipe.seed)
+        return score.balanced_accuracy if self.data.balanced else score.accuracy
+
+    def evaluate(self, folder: Path) -> list[dict[str, Any]]:
+        """Measure the model as it stands on the test set; a number measured before is taken from its stage."""
+        wishes = self.recipe.evaluate.attacks
+        attacked = [assess.attack_of(wish, assess.threat(self.recipe)) for wish in wishes]
+        return [self._measure(name, attack, folder) for name, attack in [("natural", None), *attacked]]
+
+    def _measure(self, name: str, attack: Any, folder: Path) -> dict[str, Any]:
+        examples, seed = self.recipe.evaluate.examples, self.recipe.seed
+        conditions = hashlib.sha256(f"{attack!r}/{examples}/{seed}".encode()).hexdigest()[:8]
+        path = folder / f"test-{name}-{conditions}.json"
+        if path.exists():
+            known: dict[str, Any] = json.loads(path.read_text())
+            return known
+        with self.display.counting(f"test {name}", examples or len(self.data.test)):
+            result = assess.measure(
+                self.model, self.data, name, attack, examples=examples, seed=seed, progress=self._counted
+            )
+        if self.fabric.is_global_zero:
+            _make_folder(folder)
+            checkpoint.write_json(path, result)
+        return result
+
+    def _counted(self, done: int, total: int) -> None:
+        self.display.count(done, total)
+        if self.stop.signal is not None:
+            raise Interrupted("stopped while testing; all training is saved")
+
+    def histories(self) -> dict[str, list[dict[str, Any]]]:
+        """What every finished stage logged, epoch by epoch."""
+        files = {stage.name: self.stage_folder(n) / "stage.json" for n, stage in enumerate(self.recipe.stages)}
+        return {name: json.loads(file.read_text())["history"] for name, file in files.items()}
+
+    def write(self, outcome: Outcome) -> None:
+        """Write the outcome's folder: the network, the numbers, the layers and their picture."""
+        folder = outcome.folder
+        _make_folder(folder / "results")
+        total = sum(self.units.sizes) if outcome.masks is None else masks.kept(outcome.masks)
+        artefact.save(folder, self.model, outcome.masks, total)
+        checkpoint.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
+        for result in outcome.results:
+            checkpoint.write_json(folder / "results" / f"{result['name']}.json", {"recipe": identity, **result})
+        stages = [str(self.stage_folder(number).relative_to(self.root)) for number in range(len(self.recipe.stages))]
+        summary: dict[str, Any] = {
+            "recipe": identity,
+            "name": self.recipe.name,
+            "source": self.data.source,
+            "stages": stages,
+        }
+        summary |= {
+            "results": outcome.results,
+            "dense": outcome.dense,
+            "layers": artefact.layers(self.units, outcome.masks),
+        }
+        checkpoint.write_json(folder / "summary.json", summary)
+
+
+def file_hash(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"can't make the folder {path}: {error.strerror}") from error
+
+
+def _check_writable(root: Path) -> None:
+    """Refuse an output folder that can't be written before hours of work, without leaving anything in it."""
+    there = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise RecipeError(f"can't write to the output folder {root}: {there} is not a writable folder")

@@ -1,0 +1,140 @@
+"""Images and labels in memory, what is checked of them, and the images set aside.
+
+A data set is two tensors a split, uint8 or float32 in [0, 1].
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harp.errors import DataError
+from harp.seeds import derive
+
+TOLERANCE = 1e-6
+"""How far a pixel may leave [0, 1] by rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images [N, C, H, W], uint8 or float32 in [0, 1], and their labels [N], int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        if self.images.ndim != 4 or self.images.dtype not in (torch.uint8, torch.float32):
+            found = f"{self.images.dtype} {tuple(self.images.shape)}"
+            raise DataError(f"images are {found}, expected uint8 or float32 of shape (N, C, H, W)")
+        if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
+            found = f"{self.labels.dtype} {tuple(self.labels.shape)}"
+            raise DataError(f"labels are {found}, expected int64 of shape ({len(self.images)},)")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, indices: Tensor | Sequence[int]) -> "Split":
+        """The images at `indices`, in that order."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
+        return Split(self.images[chosen], self.labels[chosen])
+
+
+@dataclass(frozen=True, eq=False)
+class DataSet:
+    """A training and a test split with the same classes.
+
+    `balanced`: report the mean of the accuracies of the classes. `flip`: mirroring is part of the usual
+    augmentation. `source`: one line on where the data came from; `verified`: it is what was published.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    classes: tuple[str, ...]
+    balanced: bool
+    flip: bool
+    source: str
+    verified: bool
+
+    def __post_init__(self) -> None:
+        if not len(self.train) or not len(self.test):
+            raise DataError(f"{self.name}: {len(self.train)} train and {len(self.test)} test images, expected both")
+        if self.train.images.shape[1:] != self.test.images.shape[1:]:
+            shapes = f"{tuple(self.train.images.shape[1:])} and {tuple(self.test.images.shape[1:])}"
+            raise DataError(f"{self.name}: train and test images are {shapes}, expected one shape")
+        for part, split in (("train", self.train), ("test", self.test)):
+            _check_labels(split.labels, len(self.classes), f"{self.name}: {part} ")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        channels, height, width = self.train.images.shape[1:]
+        return channels, height, width
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.classes)
+
+    def fingerprint(self) -> str:
+        """A digest of all images and labels: equal for equal data, whatever files it came from."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in (self.train.images, self.train.labels, self.test.images, self.test.labels):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().data)
+        return digest.hexdigest()
+
+
+def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
+    """Set `size` images aside: (the rest, those held out), both in the old order with the old class mix."""
+    count = len(split)
+    if not 1 <= size < count:
+        raise DataError(f"hold-out of {size} from {count} images, expected 1 to {count - 1}")
+    labels = split.labels.cpu()
+    classes, counts = torch.unique(labels, return_counts=True)
+    # Largest remainders, in integers: the sizes add up exactly and are the same everywhere.
+    sizes, remainders = counts * size // count, counts * size % count
+    extra = torch.sort(remainders, descending=True, stable=True).indices[: size - int(sizes.sum())]
+    sizes[extra] += 1
+    generator = torch.Generator().manual_seed(derive(seed, "holdout"))
+    held = torch.zeros(count, dtype=torch.bool)
+    for label, quota in zip(classes.tolist(), sizes.tolist(), strict=True):
+        members = (labels == label).nonzero().flatten()
+        held[members[torch.randperm(len(members), generator=generator)[:quota]]] = True
+    return split.select((~held).nonzero().flatten()), split.select(held.nonzero().flatten())
+
+
+def check_batch(x: Tensor, y: Tensor, num_classes: int) -> None:
+    """Raise `DataError` unless x is float in [0, 1] and y holds a class for each image."""
+    if not x.is_floating_point():
+        raise DataError(f"images are {x.dtype}, expected float in [0, 1] (divide uint8 by 255)")
+    if y.ndim != 1 or len(y) != len(x) or not x.numel():
+        raise DataError(f"{tuple(x.shape)} images with {tuple(y.shape)} labels, expected one label an image")
+    check_range(float(x.min()), float(x.max()), "")
+    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise DataError(f"labels are {y.dtype}, expected integers 0 to {num_classes - 1}")
+    _check_labels(y, num_classes, "")
+
+
+def check_range(low: float, high: float, where: str) -> None:
+    """Raise `DataError` unless all is in [0, 1].
+
+    Not-a-number spreads to the minimum and the maximum, and fails the comparison as well.
+    """
+    if not (low >= -TOLERANCE and high <= 1 + TOLERANCE):
+        raise DataError(f"{where}images range from {low:g} to {high:g}, expected all of them in [0, 1]")
+
+
+def _check_labels(labels: Tensor, num_classes: int, where: str) -> None:
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(wrong):
+        position = int(wrong[0])
+        value = int(labels[position])
+        raise DataError(f"{where}label {value} at position {position}, expected 0 to {num_classes - 1}")

@@ -1,0 +1,316 @@
+"""The network while it stands still is the same function, and the model does not notice."""
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from harp.frozen import frozen
+from tests import cases
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1)
+        self.bn2 = nn.BatchNorm2d(out, affine=False)
+        self.shortcut = nn.Sequential(nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        y += self.shortcut(x)
+        return F.relu(y)
+
+
+def deep() -> nn.Module:
+    """Residual, then plain: every kind of fold, down to feature maps of 2 x 2."""
+    return nn.Sequential(
+        Block(3, 8, 1),
+        Block(8, 8, 2),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 12),
+        nn.BatchNorm1d(12),
+        nn.ReLU(),
+        nn.Linear(12, 4),
+    )
+
+
+class Shared(nn.Module):
+    """A convolution with two readers, one called twice, and a norm without running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.twice = nn.Conv2d(6, 6, 3, padding=1)
+        self.again = nn.BatchNorm2d(6)
+        self.batch = nn.Conv2d(6, 6, 3, padding=1)
+        self.statistics = nn.BatchNorm2d(6, track_running_stats=False)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.add(torch.relu(self.norm(x)), x, alpha=2)
+        x = torch.relu(self.again(self.twice(x)))
+        x = torch.relu(self.again(self.twice(x)))
+        x = torch.relu(self.statistics(self.batch(x)))
+        return self.head(x.mean((2, 3)))
+
+
+class Sums(nn.Module):
+    """Sums of what a gradient needs (the result of a ReLU) and of what it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Conv2d(width, 6, 3, padding=1) for width in (3, 6, 6))
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.one(x))
+        x = torch.relu(self.norm(self.two(x))) + x
+        x = torch.relu(torch.relu(self.three(x)) + self.two.bias.view(-1, 1, 1))
+        y = self.three(x)
+        y += x
+        return self.head((y + y).mean((2, 3)))
+
+
+class Raising(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no")
+
+
+class Switch(nn.Module):
+    """What a trace takes for constant may change: a flag, a buffer, a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = False
+        self.register_buffer("mean", torch.rand(3, 1, 1))
+        self.scale = nn.Parameter(torch.ones(3, 1, 1))
+        self.conv = nn.Conv2d(3, 4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv((x - self.mean.sqrt()) * self.scale).flatten(1)
+        return 2 * y if self.doubled else y
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)) and module.running_mean is not None:
+            module.running_mean.normal_(std=0.3)
+            module.running_var.uniform_(0.3, 2)
+            if module.weight is not None:
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias, std=0.1)
+    return model
+
+
+MODELS: dict[str, Any] = {
+    **{name: lambda name=name: cases.build(name) for name in cases.CASES},
+    "deep": lambda: randomised(deep()),
+    "shared": lambda: randomised(Shared()),
+    "sums": lambda: randomised(Sums()),
+    "switch": Switch,
+}
+
+
+def gradients(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_(True)
+    with torch.enable_grad():
+        logits = net(x)
+        (gradient,) = torch.autograd.grad(logits.square().sum(), x)
+    return logits.detach(), gradient
+
+
+def assert_same(model: nn.Module, x: Tensor, tolerance: float) -> None:
+    with frozen(model, x, fast=False) as net:
+        assert net is model
+        expected = gradients(net, x)
+    with frozen(model, x) as net:
+        found = gradients(net, x)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= tolerance * other.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_same_logits_and_gradients(name: str) -> None:
+    model = MODELS[name]()
+    x = cases.batch(6)[0]
+    x = F.interpolate(x, size=16) if name == "deep" else x
+    assert_same(model, x, 1e-4)
+    assert_same(model.double(), x.double(), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["conv", "residual", "grouped", "deep"])
+def test_norms_are_folded(name: str) -> None:
+    model = MODELS[name]()
+    x = F.interpolate(cases.batch(6)[0], size=16)
+    with frozen(model, x) as net:
+        assert isinstance(net, fx.GraphModule)
+        targets = [str(node.target) for node in net.graph.nodes if node.op == "call_module"]
+    modules = dict(net.named_modules())
+    assert not any(isinstance(modules[target], (nn.BatchNorm1d, nn.BatchNorm2d)) for target in targets)
+
+
+def test_autocast() -> None:
+    model, x = cases.build("residual"), cases.batch()[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        with frozen(model, x) as net:
+            found = net(x).float()
+        with frozen(model, x, fast=False) as net:
+            expected = net(x).float()
+    assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_folds_again_after_a_weight_changed() -> None:
+    model, x = cases.build("conv"), cases.batch()[0]
+    assert_same(model, x, 1e-4)
+    with torch.no_grad():
+        model.features[0].weight.mul_(-2)
+        model.features[1].running_mean.add_(1)
+    model.features[4].weight.data = torch.randn(16, 8, 3, 3)
+    assert_same(model, x, 1e-4)
+    model.features[4] = nn.Conv2d(8, 16, 3, padding=1)
+    assert_same(model, x, 1e-4)
+    assert_same(model, F.interpolate(x, size=12), 1e-4)
+
+
+def test_sees_changes_of_what_it_traced() -> None:
+    model, x = Switch(), cases.batch()[0]
+    assert_same(model, x, 1e-4)
+    model.doubled = True
+    assert_same(model, x, 1e-4)
+    model.mean = torch.rand(3, 1, 1)
+    assert_same(model, x, 1e-4)
+    model.scale = nn.Parameter(torch.rand(3, 1, 1))
+    assert_same(model, x, 1e-4)
+
+
+def test_modes_are_restored_also_after_an_exception() -> None:
+    model, x = cases.build("conv"), cases.batch()[0]
+    model.train()
+    model.features[1].eval()
+    modes = [module.training for module in model.modules()]
+    state = copy.deepcopy(model.state_dict())
+    with frozen(model, x) as net:
+        assert not any(module.training for module in model.modules())
+        net(x)
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(RuntimeError, match="stop"), frozen(model, x):
+        raise RuntimeError("stop")
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    broken = nn.Sequential(nn.Conv2d(3, 4, 3), Raising())
+    with pytest.raises(RuntimeError, match="no"), frozen(broken, x) as net:
+        net(x)
+    assert all(module.training for module in broken.modules())
+
+
+def hooked(model: Any) -> None:
+    model.features[0].register_forward_hook(lambda module, args, output: output + 1)
+
+
+def prehooked(model: Any) -> None:
+    model.features[3].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def parametrized(model: Any) -> None:
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    parametrize.register_parametrization(model.features[0], "weight", Double())
+
+
+def patched(model: Any) -> None:
+    model.features[2].forward = torch.tanh
+
+
+@pytest.mark.parametrize("change", [hooked, prehooked, parametrized, patched])
+def test_falls_back_on_what_a_trace_would_miss(change: Any) -> None:
+    model, x = cases.build("conv"), cases.batch()[0]
+    assert_same(model, x, 1e-4)
+    change(model)
+    with frozen(model, x) as net:
+        assert net is model
+    assert_same(model, x, 0)
+
+
+def test_falls_back_on_control_flow_and_low_precision() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x.flatten(1))
+            return x if x.sum() > 0 else -x
+
+    x = cases.batch()[0]
+    for model, images in ((Branching(192, 4), x), (cases.build("conv").bfloat16(), x.bfloat16())):
+        with frozen(model, images) as net:
+            assert net is model
+
+
+def test_falls_back_with_one_warning_if_the_logits_differ(caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(cases.ConvNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.rand_like(x[:, 0, 0, :4])
+
+    model, x = Noisy(), cases.batch()[0]
+    with caplog.at_level(logging.WARNING, logger="harp"):
+        for _ in range(3):
+            with frozen(model, x) as net:
+                assert net is model
+    assert len(caplog.records) == 1
+
+
+def test_forward_that_makes_tensors_leaves_none_on_the_model() -> None:
+    class Constant(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - torch.full((1, 3, 1, 1), 0.5)).flatten(1)
+
+    model, x = Constant(3, 4, 8), cases.batch()[0]
+    attributes = set(vars(model))
+    with frozen(model, x) as net:
+        assert net is model
+    assert set(vars(model)) == attributes
+
+
+def test_copies_and_pickles_as_before() -> None:
+    model, x = cases.build("residual"), cases.batch()[0]
+    before = len(pickle.dumps(model))
+    with frozen(model, x) as net:
+        expected = net(x)
+    assert len(pickle.dumps(model)) == before
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            twin.stem.weight.zero_()
+        assert_same(twin, x, 1e-4)
+    with frozen(model, x) as net:
+        assert torch.equal(net(x), expected)
+
+
+@pytest.mark.parametrize("name", ["conv", "residual", "tied"])
+def test_model_is_not_kept_alive(name: str) -> None:
+    model, x = cases.build(name), cases.batch()[0]
+    with frozen(model, x) as net:
+        net(x)
+    parts = [weakref.ref(module) for module in model.modules()]
+    del model, net
+    gc.collect()  # the model, which the tracer's own cycles refer to
+    gc.collect()  # then the graph, whose last owner was the entry of the model
+    alive = [type(part()) for part in parts if part() is not None]
+    assert alive == []

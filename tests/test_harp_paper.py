@@ -1,0 +1,175 @@
+"""HARP against the paper: slow twins, finite differences, γ's figure, the learned strategy's shape."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from harp import models
+from harp.attacks import Pgd
+from harp.fit import cosine
+from harp.pruners import Harp, Hydra, Plan
+from harp.units import Weights
+from tests import cases
+from tests.reference import Twin
+
+KEEP = 0.05
+
+
+def adversarial(model: nn.Module, x: torch.Tensor, y: torch.Tensor, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return Pgd(epsilon=0.05, step=0.02, steps=3, fast=False)(model, x, y)
+
+
+def doubled(case: str) -> nn.Module:
+    """Float64, so that no sign in the attack flips by rounding; no dropout, so that both draw alike."""
+    model = cases.build(case).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("case", ["conv", "residual", "grouped"])
+@pytest.mark.parametrize("learned_rates", [True, False], ids=["harp", "hydra"])
+def test_the_fast_core_equals_the_slow_twin_over_twenty_steps(case: str, learned_rates: bool) -> None:
+    model, gamma = doubled(case), 0.3
+    units = Weights(model)
+    pruner = Harp(units, keep=KEEP, gamma_step=gamma) if learned_rates else Hydra(units, keep=KEEP)
+    rates = None if learned_rates else {n: c / s for n, c, s in zip(units.names, pruner.counts, units.sizes, strict=True)}
+    twin = Twin(model, KEEP, rates)
+    twin.total = pruner.total
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    fast, slow = torch.optim.SGD(pruner.trainable(), **settings), torch.optim.SGD(twin.parameters(), **settings)
+    if learned_rates:  # both start at the same quotas: the twin's formula is the paper's, ours clips to integers
+        for number, layer in enumerate(twin.layers.values()):
+            layer.quota.data.copy_(pruner.quotas.data[number])
+    pruner.start()
+    for step in range(20):
+        x, y = cases.batch(seed=step)
+        x = x.double()
+        for network, optimizer in ((model, fast), (twin.model, slow)):
+            network.train()
+            attacked = adversarial(network, x, y, step)
+            loss = nn.functional.cross_entropy(network(attacked), y)
+            if network is twin.model and learned_rates:
+                loss = loss + gamma * twin.budget_loss()
+            optimizer.zero_grad()
+            loss.backward()
+            if network is model:
+                pruner.after_backward()
+            optimizer.step()
+        pruner.after_step()
+        for number, (name, layer) in enumerate(twin.layers.items()):
+            torch.testing.assert_close(pruner.scores[number], layer.scores, rtol=1e-6, atol=1e-6)
+            if learned_rates:
+                torch.testing.assert_close(pruner.quotas[number], layer.quota, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(model.get_parameter(name) != 0, _weight(layer) != 0)
+    x = x.double()
+    torch.testing.assert_close(model.eval()(x), twin.model.eval()(x), rtol=1e-6, atol=1e-6)
+
+
+def _weight(layer: nn.Module) -> torch.Tensor:
+    from tests.reference import SortedMask
+
+    return layer.layer.weight * SortedMask.apply(layer.scores.abs(), layer.density())
+
+
+def test_the_quotas_gradient_is_that_of_a_layer_scaled_by_its_rate() -> None:
+    """The straight-through rule ∂M/∂a = 1 means: adding δ to every entry of the mask is what raising the rate does."""
+    model = doubled("conv").eval()
+    pruner = Harp(Weights(model), keep=KEEP, gamma_step=0.2)
+    torch.optim.SGD(pruner.trainable(), lr=0.1)
+    pruner.start()
+    x, y = cases.batch()
+    x = x.double()
+
+    def loss_at(layer: int, shift: float) -> float:
+        """The loss with g(r + shift) in place of g(r), the mask's entries moving with the rate."""
+        with torch.no_grad():
+            before = pruner.rates()
+            pruner.quotas[layer] += shift
+            moved = pruner.rates()
+            budget = float(pruner.budget_loss())
+            pruner.quotas[layer] -= shift
+            delta = float(moved[layer] - before[layer])
+            weight = pruner.units.weights[layer]
+            weight += delta * pruner.dense[layer]
+            value = float(nn.functional.cross_entropy(model(x), y)) + pruner.gamma * budget
+            weight -= delta * pruner.dense[layer]
+        return value
+
+    nn.functional.cross_entropy(model(x), y).backward()
+    pruner.after_backward()
+    for layer in range(len(pruner.units.names)):
+        finite = (loss_at(layer, 1e-5) - loss_at(layer, -1e-5)) / 2e-5
+        assert float(pruner.quotas.grad[layer]) == pytest.approx(finite, rel=1e-5, abs=1e-8)
+
+
+def test_initial_quota_is_the_papers() -> None:
+    units = Weights(models.build("vgg16", num_classes=10, shape=(3, 32, 32)))
+    pruner = Harp(units, keep=0.001)
+    exact = math.log((0.1 - 1e-4) / (1 - 0.1))
+    assert exact == pytest.approx(-2.198225, abs=1e-6)
+    large = [number for number, size in enumerate(units.sizes) if size > 100_000]
+    assert pruner.quotas[large].tolist() == pytest.approx([exact] * len(large), abs=1e-4)
+    assert pruner.rates().tolist() == pytest.approx([0.1] * len(units.sizes), abs=2e-4)
+    counts = [int(mask.sum()) for mask in pruner.current().values()]
+    assert counts == [n - int((1 - a) * n) for n, a in zip(units.sizes, pruner.rates().tolist(), strict=True)]
+
+
+def test_gamma_follows_the_papers_figure() -> None:
+    """VGG16 at 99 %: the budget loss first rounds to zero at the end of epoch 11, and γ stays 0.11 from then on."""
+    figure = [6.9187, 4.3540, 2.9282, 2.0767, 1.3823, 0.9187, 0.5806, 0.3391, 0.1540, 0.0105, 0.0000]
+    figure += [0.0007, 0.0002, 0.0007, 0.0004, 0.0004, 0.0000, 0.0001, 0.0001, 0.0000]
+    pruner = Harp(Weights(cases.build("conv")), keep=0.01, gamma_step=0.01)
+    gammas, ready = [], []
+    for loss in figure:
+        pruner.budget_loss = lambda value=loss: torch.tensor(value)  # the figure's losses instead of ours
+        gammas.append(pruner.gamma)
+        pruner.after_epoch()
+        ready.append(pruner.ready)
+    assert gammas == pytest.approx([0.01 * min(epoch, 11) for epoch in range(1, 21)])
+    assert ready == [False] * 10 + [True] * 10
+
+
+def quota_flow(keep: float, weight_decay: float, steps: int, gamma: float = 1.0) -> tuple[Weights, Harp]:
+    """Train the quotas of VGG16's layer sizes under the budget loss alone."""
+    units = Weights(models.build("vgg16", num_classes=10, shape=(3, 32, 32)))
+    pruner = Harp(units, keep=keep, gamma_step=gamma)
+    optimizer = torch.optim.SGD([pruner.quotas], lr=0.02, weight_decay=weight_decay)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        pruner.pull([None] * len(units.sizes))
+        optimizer.step()
+        if float(pruner.budget_loss().detach()) == 0:
+            break
+    return units, pruner
+
+
+def test_without_a_task_the_rates_follow_the_closed_form() -> None:
+    """a(t) = a_min + 1 / (1 / (a_0 - a_min) + C n): equal layers end equal, large ones with the same count."""
+    units, pruner = quota_flow(0.001, 0.0, 100_000)
+    low = 1e-4
+    excess = [a - low for a in pruner.rates().tolist()]
+    slopes = [(1 / e - 1 / (0.1 - low)) / n for e, n in zip(excess, units.sizes, strict=True)]
+    large = [slope for slope, n in zip(slopes, units.sizes, strict=True) if n > 10_000]
+    assert max(large) / min(large) < 1.15  # g' is not quite a - a_min while a is still near 0.1
+    rates = pruner.rates().tolist()
+    assert rates[8:13] == pytest.approx([rates[8]] * 5, rel=1e-6)
+    assert rates[5] == pytest.approx(rates[6], rel=1e-6)
+    assert sum(rates[i] * units.sizes[i] for i in range(16)) == pytest.approx(15_303, rel=2e-3)
+
+
+def test_the_paced_step_is_near_the_papers_at_the_papers_length() -> None:
+    units = Weights(models.build("vgg16", num_classes=10, shape=(3, 32, 32)))
+    for keep in (0.01, 0.001):
+        step = Harp(units, keep=keep).paced_step(Plan(20, 391, lr=0.1, shape=cosine))
+        assert 0.004 < step < 0.02
+
+
+def test_a_target_above_the_initial_rate_starts_at_the_target() -> None:
+    pruner = Harp(Weights(cases.build("conv")), keep=0.4)
+    assert float(pruner.budget_loss().detach()) < 0.02
+    assert pruner.rates().min() > 0.35

@@ -1,0 +1,343 @@
+"""The contract of every method over every model shape."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harp import masks as mask_ops
+from harp.errors import BudgetError, ModelError, RecipeError
+from harp.fit import fit
+from harp.objectives import Natural, PgdTraining
+from harp.pruners import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude, Plan, Pruner, hydra
+from harp.units import Weights
+from tests import cases
+
+KEEP = 0.1
+METHODS = sorted(set(PRUNERS) - {"dense", "fixed"})
+LEARNED = ["harp", "harp-r", "harp-s", "hydra"]
+
+
+def make(method: str, model: nn.Module, **options: Any) -> Pruner:
+    units = Weights(model)
+    if method == "fixed":
+        return Fixed(units, Magnitude(units, KEEP).masks())
+    return PRUNERS[method](units, **({} if method == "dense" else {"keep": KEEP}), **options)
+
+
+def train(model: nn.Module, pruner: Pruner, steps: int = 4, forward: Callable[..., Any] | None = None) -> None:
+    """A plain loop by the hooks."""
+    optimizer = torch.optim.SGD(pruner.trainable(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    pruner.start()
+    for step in range(steps):
+        x, y = cases.batch(seed=step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy((model if forward is None else forward)(x), y).backward()
+        pruner.after_backward()
+        optimizer.step()
+        pruner.after_step()
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", METHODS)
+def test_the_budget_is_exact_at_every_moment_and_the_model_stays_plain(method: str, case: str) -> None:
+    model = cases.build(case)
+    keys = list(model.state_dict())
+    pruner = make(method, model)
+    for steps in (0, 1, 3):
+        train(model, pruner, steps)
+        answer = pruner.masks()
+        assert mask_ops.kept(answer) == pruner.total == Weights(model).total(KEEP)
+        assert list(answer) == pruner.units.names
+        with pruner.exact():
+            assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total
+            assert all(not w[~answer[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(answer.values(), pruner.masks().values(), strict=True)), "idempotent"
+    assert list(model.state_dict()) == keys
+    finished = pruner.finish()
+    assert all(not w[~finished[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", sorted(PRUNERS))
+def test_deepcopy_and_pickle_of_the_model_in_the_middle(method: str, case: str) -> None:
+    model = cases.build(case)
+    pruner = make(method, model)
+    train(model, pruner, 2)
+    x, _ = cases.batch()
+    expected = model.eval()(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+    both, learner = copy.deepcopy((model, pruner))
+    assert learner.units.model is both
+    assert all(torch.equal(a, b) for a, b in zip(learner.masks().values(), pruner.masks().values(), strict=True))
+
+
+class Memory:
+    """A keeper in memory that stops the training after so many saves, as bytes, so that nothing is shared."""
+
+    def __init__(self, stop_after: int | None = None, state: bytes | None = None) -> None:
+        self.stop_after, self.state, self.saves = stop_after, state, 0
+
+    def load(self) -> dict[str, Any] | None:
+        return None if self.state is None else torch.load(io.BytesIO(self.state), weights_only=True)
+
+    def due(self) -> bool:
+        return True
+
+    def save(self, state: dict[str, Any]) -> None:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        self.state = buffer.getvalue()
+        self.saves += 1
+        if self.saves == self.stop_after:
+            raise InterruptedError
+
+
+class Three:
+    """Three batches an epoch."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __call__(self, epoch: int, start: int = 0) -> Any:
+        return (cases.batch(seed=3 * epoch + i) for i in range(start, 3))
+
+
+def fitted(method: str, case: str, keeper: Memory, **options: Any) -> tuple[nn.Module, Pruner]:
+    model = cases.build(case)
+    pruner = make(method, model)
+    validation = lambda: {"robust": float(torch.rand(()))}  # noqa: E731
+    settings: dict[str, Any] = {"epochs": 3, "lr": 0.05, "validate": validation, "select": "robust", **options}
+    fit(model, Three(), PgdTraining(steps=2), pruner, keeper=keeper, **settings)
+    return model, pruner
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", sorted(PRUNERS))
+def test_resumed_equals_uninterrupted_bit_for_bit(method: str, case: str) -> None:
+    expected, pruner = fitted(method, case, Memory())
+    for stop_after in (2, 6):  # in the middle of an epoch, and at the end of one
+        keeper = Memory(stop_after)
+        with pytest.raises(InterruptedError):
+            fitted(method, case, keeper)
+        model, resumed = fitted(method, case, Memory(state=keeper.state))
+        for name, value in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+        assert all(torch.equal(a, b) for a, b in zip(resumed.masks().values(), pruner.masks().values(), strict=True))
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", sorted(PRUNERS))
+def test_compiled_equals_eager(method: str, case: str) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        torch.manual_seed(1)
+        model = cases.build(case)
+        for module in model.modules():  # dropout draws in another order when compiled
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        pruner = make(method, model)
+        train(model, pruner, 3, torch.compile(model, backend="aot_eager") if compiled else model)
+        outcomes.append(model.state_dict())
+    for name, value in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], value, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", LEARNED)
+def test_what_is_frozen_does_not_move(method: str, case: str) -> None:
+    model = cases.build(case)
+    before = copy.deepcopy(model.state_dict())
+    pruner = make(method, model)
+    train(model, pruner, 4)
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d | nn.LayerNorm)]
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] in norms:
+            assert not torch.equal(parameter, before[name]), f"{name} should be trained"
+        elif name in pruner.units.names:
+            live = parameter != 0
+            assert torch.equal(parameter[live], before[name][live]), f"{name} should hold dense weights or zeros"
+        else:
+            assert torch.equal(parameter, before[name]), f"{name} should be frozen"
+    for dense, name in zip(pruner.dense, pruner.units.names, strict=True):
+        assert torch.equal(dense, before[name])
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_masks_are_computed_once_a_layer_a_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(hydra, "top_k", lambda s, k: calls.append(k) or mask_ops.top_k(s, k))
+    model = cases.build("conv")
+    pruner = make(method, model)
+    fit(model, Three(), PgdTraining(steps=5), pruner, epochs=1, lr=0.1)
+    layers = len(pruner.units.names)
+    assert len(calls) == layers * (1 + 3 + 1)  # at the start, after each of three steps, for the answer
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_same_seed_same_masks_other_seed_others(method: str) -> None:
+    def answer(seed: int) -> dict[str, torch.Tensor]:
+        model = cases.build("residual")
+        return fit(model, Three(), PgdTraining(), make(method, model), epochs=2, lr=0.5, seed=seed).masks
+
+    first, again, other = answer(0), answer(0), answer(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    if method in LEARNED and method != "harp-r":
+        assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_fixed_masks_never_drift_under_any_optimiser(optimizer: Any) -> None:
+    model = cases.build("conv")
+    pruner = make("fixed", model)
+    answer = copy.deepcopy(pruner.masks())
+    stepper = optimizer(pruner.trainable(), lr=0.1, weight_decay=0.1)
+    pruner.start()
+    for step in range(20):
+        stepper.zero_grad()
+        x, y = cases.batch(seed=step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        pruner.after_backward()
+        stepper.step()
+        pruner.after_step()
+        for name, weight in zip(pruner.units.names, pruner.units.weights, strict=True):
+            assert not weight[~answer[name]].any()
+    for state in stepper.state.values():
+        momentum = state.get("momentum_buffer", state.get("exp_avg"))
+        mask = next((m for m in answer.values() if momentum is not None and m.shape == momentum.shape), None)
+        assert mask is None or not momentum[~mask].any()
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_two_lines_in_anybodys_loop(method: str) -> None:
+    model = cases.build("conv")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pruner = PRUNERS[method](Weights(model), keep=KEEP).attach(optimizer)  # line one
+    for epoch in range(3):
+        for step in range(3):
+            x, y = cases.batch(seed=3 * epoch + step)
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        pruner.after_epoch()  # line two
+    answer = pruner.finish()
+    assert sum(int((w != 0).sum()) for w in pruner.units.weights) <= mask_ops.kept(answer) == pruner.total
+
+
+def test_first_masks_are_the_magnitude_masks() -> None:
+    model = cases.build("residual")
+    magnitude = Magnitude(Weights(model), KEEP).masks()
+    for method in (Hydra, HarpRates, Harp):
+        answer = method(Weights(model), keep=KEEP).masks()
+        assert all(torch.equal(answer[name], magnitude[name]) for name in magnitude), method.__name__
+    for name, weight in zip(magnitude, Weights(model).weights, strict=True):
+        kept, pruned = weight[magnitude[name]].abs(), weight[~magnitude[name]].abs()
+        assert kept.min() >= pruned.max()
+
+
+def test_rates_only_masks_nest_in_magnitude_order() -> None:
+    model = cases.build("conv")
+    dense = copy.deepcopy(model.state_dict())
+    pruner = make("harp-r", model, gamma_step=0.5)
+    train(model, pruner, 6)
+    for name, mask in pruner.masks().items():
+        weight = dense[name].abs()
+        assert not mask.any() or mask.all() or weight[mask].min() >= weight[~mask].max()
+
+
+@pytest.mark.parametrize("strategy", ["erk", "lamp", "global", "igq"])
+def test_strategies_decide_the_counts(strategy: str) -> None:
+    from harp.allocate import allocate
+
+    model = cases.build("conv")
+    units = Weights(model)
+    expected = allocate(strategy, units, units.total(KEEP))
+    for method in (Magnitude, Hydra):
+        answer = method(units, KEEP, strategy=strategy).masks()
+        assert [int(mask.sum()) for mask in answer.values()] == expected
+    started = Harp(units, keep=KEEP, initial_strategy=strategy)
+    rates = (started.rates() * torch.tensor(units.sizes)).tolist()
+    clipped = [n * (float(low) + 0.99 * float(span)) for n, low, span in zip(units.sizes, started._low, started._span, strict=True)]
+    assert rates == pytest.approx([min(a, b) for a, b in zip(expected, clipped, strict=True)], rel=1e-4)
+
+
+def test_limits_are_kept_by_learned_rates() -> None:
+    model = cases.build("conv")
+    units = Weights(model, minimum={"features.0": 0.5}, maximum={"classifier.0": 0.05})
+    pruner = Harp(units, keep=KEEP, gamma_step=1.0)
+    train(model, pruner, 10)
+    for answer in (pruner.current(), pruner.masks()):
+        assert int(answer["features.0.weight"].sum()) >= 108
+        assert int(answer["classifier.0.weight"].sum()) <= 51
+    assert mask_ops.kept(pruner.masks()) == units.total(KEEP)
+
+
+def test_writing_inside_autocast_is_refused() -> None:
+    model = cases.build("conv")
+    pruner = make("harp", model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ModelError, match="autocast"):
+        pruner.start()
+
+
+def test_bfloat16_training_uses_the_new_weights_of_every_step() -> None:
+    model = cases.build("conv")
+    pruner = make("harp", model)
+    optimizer = torch.optim.SGD(pruner.trainable(), lr=1.0)
+    pruner.start()
+    x, y = cases.batch()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(x)
+        plain = model(x)
+        assert torch.allclose(logits.float(), plain, atol=0.1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(logits.float(), y).backward()
+        pruner.after_backward()
+        optimizer.step()
+        pruner.after_step()
+
+
+def test_masks_of_another_model_are_refused() -> None:
+    units = Weights(cases.build("conv"))
+    other = Magnitude(Weights(cases.build("residual")), KEEP).masks()
+    with pytest.raises(ModelError, match="another model"):
+        Fixed(units, other)
+    with pytest.raises(ModelError, match="belongs to no prunable layer"):
+        Fixed(units, {**Magnitude(units, KEEP).masks(), "extra.weight": torch.ones(2, 2, dtype=torch.bool)})
+
+
+@pytest.mark.parametrize("options", [{"initial_rate": 0.0}, {"initial_rate": 1.5}, {"gamma_step": 0.0}])
+def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(RecipeError):
+        Harp(Weights(cases.build("conv")), keep=KEEP, **options)
+    with pytest.raises(BudgetError):
+        Harp(Weights(cases.build("conv")), keep=1e-6)
+
+
+def test_dense_training_is_plain_training() -> None:
+    model, twin = cases.build("residual"), cases.build("residual")
+    train(model, Dense(Weights(model)), 3)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    for step in range(3):
+        x, y = cases.batch(seed=step)
+        optimizer.zero_grad()
+        Natural()(twin, x, y).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+def test_the_plan_paces_gamma() -> None:
+    units = Weights(cases.build("conv"))
+    steps = [Harp(units, keep=0.02).paced_step(Plan(epochs, 20, lr=0.1)) for epochs in (5, 10, 40)]
+    assert steps[0] > steps[1] > steps[2] > 0
+    gentle = Harp(units, keep=0.02, quota_lr=0.01).paced_step(Plan(10, 20, lr=0.1))
+    assert gentle > steps[1]
