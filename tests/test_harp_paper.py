@@ -8,8 +8,8 @@ from torch import nn
 
 from harp import models
 from harp.attacks import Pgd
-from harp.fit import cosine
 from harp.pruners import Harp, Hydra, Plan
+from harp.training import cosine
 from harp.units import Weights
 from tests import cases
 from tests.reference import Twin
@@ -37,7 +37,9 @@ def test_the_fast_core_equals_the_slow_twin_over_twenty_steps(case: str, learned
     model, gamma = doubled(case), 0.3
     units = Weights(model)
     pruner = Harp(units, keep=KEEP, gamma_step=gamma) if learned_rates else Hydra(units, keep=KEEP)
-    rates = None if learned_rates else {n: c / s for n, c, s in zip(units.names, pruner.counts, units.sizes, strict=True)}
+    rates = (
+        None if learned_rates else {n: c / s for n, c, s in zip(units.names, pruner.counts, units.sizes, strict=True)}
+    )
     twin = Twin(model, KEEP, rates)
     twin.total = pruner.total
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}

@@ -60,7 +60,10 @@ def test_more_than_there_is_can_not_be_kept() -> None:
 @given(values=scores, k=st.integers(0, 1000))
 def test_saved_masks_come_back(tmp_path_factory: pytest.TempPathFactory, values: np.ndarray, k: int) -> None:
     path = tmp_path_factory.mktemp("masks") / "masks.safetensors"
-    before = {"layer.weight": masks.top_k(torch.from_numpy(values), min(k, values.size)), "b": torch.ones(3, 1, dtype=bool)}
+    before = {
+        "layer.weight": masks.top_k(torch.from_numpy(values), min(k, values.size)),
+        "b": torch.ones(3, 1, dtype=bool),
+    }
     masks.save(path, before)
     after = masks.load(path)
     assert list(after) == sorted(before) or set(after) == set(before)

@@ -121,7 +121,7 @@ def test_wide_resnet_normalises_before_it_convolves():
 
 # ---------------------------------------------------------------- every model of the table
 
-SMALL = {name: {"width": 0.125} for name in MODELS} | {"convnet": {"width": 4}}
+SMALL = {name: {"width": 0.125} for name in MODELS} | {"convnet": {"width": 4}, "tinynet": {"width": 4}}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,9 +12,9 @@ from torch import nn
 
 from harp import masks as mask_ops
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.fit import fit
 from harp.objectives import Natural, PgdTraining
 from harp.pruners import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude, Plan, Pruner, hydra
+from harp.training import fit
 from harp.units import Weights
 from tests import cases
 
@@ -266,7 +266,10 @@ def test_strategies_decide_the_counts(strategy: str) -> None:
         assert [int(mask.sum()) for mask in answer.values()] == expected
     started = Harp(units, keep=KEEP, initial_strategy=strategy)
     rates = (started.rates() * torch.tensor(units.sizes)).tolist()
-    clipped = [n * (float(low) + 0.99 * float(span)) for n, low, span in zip(units.sizes, started._low, started._span, strict=True)]
+    clipped = [
+        n * (float(low) + 0.99 * float(span))
+        for n, low, span in zip(units.sizes, started._low, started._span, strict=True)
+    ]
     assert rates == pytest.approx([min(a, b) for a, b in zip(expected, clipped, strict=True)], rel=1e-4)
 
 

@@ -1,3 +1,66 @@
-"""HARP: holistic adversarially robust pruning."""
+"""HARP: holistic adversarially robust pruning.
+
+units = harp.Weights(model)
+pruner = harp.Harp(units, keep=0.01)
+harp.fit(model, batches, harp.PgdTraining(), pruner, epochs=20, lr=0.1)
+harp.fit(model, batches, harp.PgdTraining(), harp.Fixed(units, pruner.masks()), epochs=100, lr=0.01)
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+# Names are loaded when they are first used: `harp --help` must not wait for torch.
+_HOMES = {
+    "Augment": "harp.batches",
+    "Batches": "harp.batches",
+    "CwInf": "harp.attacks",
+    "Dense": "harp.pruners",
+    "Fgsm": "harp.attacks",
+    "Fixed": "harp.pruners",
+    "Fitted": "harp.training",
+    "Harp": "harp.pruners",
+    "HarpError": "harp.errors",
+    "HarpRates": "harp.pruners",
+    "HarpScores": "harp.pruners",
+    "Hydra": "harp.pruners",
+    "Magnitude": "harp.pruners",
+    "Mart": "harp.objectives",
+    "Natural": "harp.objectives",
+    "Pgd": "harp.attacks",
+    "PgdTraining": "harp.objectives",
+    "Plan": "harp.pruners",
+    "Pruner": "harp.pruners",
+    "Trades": "harp.objectives",
+    "Weights": "harp.units",
+    "accuracy": "harp.evaluate",
+    "apply_masks": "harp.masks",
+    "build_model": "harp.models",
+    "fit": "harp.training",
+    "holdout": "harp.data",
+    "load_data": "harp.data",
+    "load_masks": "harp.masks",
+    "load_weights": "harp.checkpoint",
+    "save_masks": "harp.masks",
+    "save_model": "harp.checkpoint",
+}
+_INNER = {
+    "apply_masks": "apply",
+    "build_model": "build",
+    "load_data": "load",
+    "load_masks": "load",
+    "save_masks": "save",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'harp' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), _INNER.get(name, name))
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -27,10 +27,10 @@ from harp import (
     data,
     engine,
     evaluate,
-    fit,
     masks,
     objectives,
     pruners,
+    training,
 )
 from harp.batches import Augment, Batches
 from harp.display import Quiet
@@ -42,7 +42,7 @@ from harp.recipe import Recipe, Stage
 from harp.seeds import derive
 from harp.units import Weights
 
-_SCHEDULES = {"cosine": fit.cosine, "constant": fit.constant}
+_SCHEDULES = {"cosine": training.cosine, "constant": training.constant}
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Run:
 
         settings = stage.optimizer
         with self.display.training(stage.name, stage.epochs, len(batches)):
-            fitted = fit.fit(
+            fitted = training.fit(
                 self.model,
                 batches,
                 objective,

@@ -59,3 +59,34 @@ def convnet(
 ) -> ConvNet:
     """The plain network for small grey images: conv32-conv64-pool-conv64-conv64-pool-fc128-fc."""
     return ConvNet(num_classes, shape, width, depth)
+
+
+class TinyNet(nn.Module):
+    """Four 3x3 convolutions with batch norm, three of them with stride 2, and two linear layers.
+
+    Halving the image at once leaves a tenth of the work of a network that pools later, which is what lets a
+    laptop train it against an attack in seconds an epoch.
+    """
+
+    def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int) -> None:
+        super().__init__()
+        if type(width) is not int or width < 1:
+            raise ModelError(f"tinynet's width is {width!r}; it must be a whole number from 1 up")
+        channels, height, breadth = shape
+        layers: list[nn.Module] = []
+        for out, stride in ((width, 2), (2 * width, 2), (4 * width, 1), (4 * width, 2)):
+            layers += [nn.Conv2d(channels, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
+            channels, height, breadth = out, -(-height // stride), -(-breadth // stride)
+        self.features = nn.Sequential(*layers)
+        hidden = nn.Linear(channels * height * breadth, 8 * width)
+        self.classifier = nn.Sequential(hidden, nn.ReLU(), nn.Linear(8 * width, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of a batch of images."""
+        logits: Tensor = self.classifier(self.features(x).flatten(1))
+        return logits
+
+
+def tinynet(num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int = 16) -> TinyNet:
+    """The quickest network to train robustly on a CPU: conv16/2-conv32/2-conv64-conv64/2-fc128-fc."""
+    return TinyNet(num_classes, shape, width)

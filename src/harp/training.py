@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 class EpochBatches(Protocol):
-    """Batches as a function of the epoch: `harp.data.Batches`, or your own."""
+    """Batches as a function of the epoch: `harp.batches.Batches`, or your own."""
 
     def __len__(self) -> int: ...
 
@@ -284,7 +284,7 @@ class _Loader:
         try:
             return len(self.loader)  # type: ignore[arg-type]  # some iterables have no length
         except TypeError as error:
-            raise RecipeError("batches have no length: pass a DataLoader, or `harp.data.Batches`") from error
+            raise RecipeError("batches have no length: pass a DataLoader, or `harp.batches.Batches`") from error
 
     def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         torch.manual_seed(derive(self.seed, "order", epoch))
