@@ -1,5 +1,7 @@
 """Allocation: exact, bounded, and equal to the published tables."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -106,7 +108,7 @@ def test_counts_grow_with_the_budget(shapes: list[tuple[int, int]], strategy: st
     least, most = sum(units.lower), sum(units.upper)
     totals = sorted({least, (least + most) // 2, (least + 3 * most) // 4, most})
     rounding = 0 if strategy in ("lamp", "global") else 1  # largest remainder may move one weight the other way
-    for small, large in zip(totals, totals[1:], strict=False):
+    for small, large in itertools.pairwise(totals):
         pairs = zip(allocate.allocate(strategy, units, small), allocate.allocate(strategy, units, large), strict=True)
         assert all(a <= b + rounding for a, b in pairs)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import CheckpointError
-from harp.models.normalize import Normalized
+from harp.normalize import Normalized
 
 StrPath = str | os.PathLike[str]
 

@@ -135,11 +135,11 @@ def evaluate(
     as_json: _Json = False,
 ) -> None:
     """Measure natural and robust accuracy on the test set, with 95 % intervals."""
-    from harp import assess, summary
+    from harp import assess, presets, summary
     from harp.display import Terminal
 
     display = Terminal()
-    wish = None if epsilon is None else _number("epsilon", epsilon)
+    wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
     subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
     results = assess.measure_all(subject, attack, wish, examples, seed, display)
     if as_json:
@@ -182,11 +182,11 @@ def plan(
     as_json: _Json = False,
 ) -> None:
     """Show how a strategy spreads a budget over the layers."""
-    from harp import summary, survey
+    from harp import presets, summary, survey
     from harp.display import Terminal
 
     net = survey.model(model, data, data_dir, weights, classes, shape)
-    layers = survey.spread(net, strategy, _number("keep", keep), as_published=as_published)
+    layers = survey.spread(net, strategy, presets.read_number("keep", keep), as_published=as_published)
     if as_json:
         typer.echo(json.dumps(layers, indent=2))
     else:
@@ -221,16 +221,6 @@ def doctor(
         display.table("\nfindings", ("check", ""), rows)
     if not examination.healthy:
         raise typer.Exit(1)
-
-
-def _number(what: str, text: str) -> float:
-    from harp.errors import RecipeError
-    from harp.recipe import number
-
-    try:
-        return float(number(text))
-    except ValueError as error:
-        raise RecipeError(f"{what}: {error}") from error
 
 
 def _run(

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -95,14 +95,19 @@ class Terminal(Quiet):
             self._progress.update(self._task, completed=done, total=total)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table to standard output: it is the result."""
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+        """Print a table to standard output: it is the result. Names and numbers stay whole, other text may wrap."""
+        table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
-            table.add_column(column, justify="left" if index == 0 or column == "" else "right", no_wrap=True)
+            text = column == ""
+            widest = max([len(column), *(len(row[index]) for row in rows)]) if not text else None
+            justify: Literal["left", "right"] = "left" if text or index == 0 else "right"
+            table.add_column(column, justify=justify, no_wrap=not text, min_width=widest)
         for row in rows:
             table.add_row(*row)
-        console = Console(highlight=False)
-        console.print(table, crop=False, overflow="ignore", no_wrap=True)
+        console = Console(highlight=False, markup=False)
+        if not console.is_terminal:
+            console.width = 200  # a file or a pipe has no edge
+        console.print(table)
 
     def _numbers(self, epoch: int) -> str:
         known = [text.format(self._last[key]) for key, text in _SHOWN.items() if key in self._last]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from harp.errors import RecipeError
 from harp.recipe import number
 
 
@@ -44,7 +45,7 @@ def recipe(
     lengths = [given if given is not None else usual for given, usual in zip(epochs, preset.epochs, strict=True)]
     threat: dict[str, Any] = {}
     if objective != "natural":
-        step = preset.step if epsilon is None else number(epsilon) / 4
+        step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
         threat = {"epsilon": epsilon or preset.epsilon, "step": step}
     pruner: dict[str, Any] = {"name": method, "keep": keep}
     if strategy is not None:
@@ -72,3 +73,11 @@ def recipe(
         "stages": stages[1:] if weights is not None else stages,
         "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
     }
+
+
+def read_number(what: str, text: str) -> float:
+    """A flag's number, written as in a recipe."""
+    try:
+        return float(number(text))
+    except ValueError as error:
+        raise RecipeError(f"{what}: {error}") from error

@@ -1,54 +1,80 @@
 """Recipes: one YAML file is one experiment, checked in full before anything runs.
 
-What a value is decided by has one order: the default, then the file, then `--set`. An open part (`pruner`, `objective`,
-an attack) is a name with options; the options are the arguments of what the name stands for, checked against its
-signature. Numbers may be written `8/255`, `1e-4` or `1%`.
+What a value is decided by has one order: the default, then the file, then `--set`. An open part (`model`, `pruner`,
+`objective`, an attack) is a name with options; the options are the arguments of what the name stands for, checked
+against its signature. Numbers may be written `8/255`, `1e-4` or `1%`.
 """
 
+import copy
 import difflib
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from decimal import Decimal
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, ValidationError, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
+from harp.allocate import STRATEGIES
 from harp.attacks import ATTACKS, named
-from harp.errors import HarpError, RecipeError
+from harp.errors import RecipeError
+from harp.models import MODELS
 from harp.objectives import OBJECTIVES
 from harp.pruners import PRUNERS
 
 SHIPPED = Path(__file__).parent / "recipes"
 FORMAT = 1  # part of every hash: raise it when the same recipe would give another result
 
+_NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
+_Table = Mapping[str, Callable[..., Any]]
+_SUPPLIED = ("units", "masks", "num_classes", "in_channels", "shape")  # arguments that the run knows, not options
+
 
 def number(value: Any) -> Any:
-    """Read `8/255`, `1e-4` and `1%` as numbers; leave everything else to the type check."""
-    if not isinstance(value, str):
+    """Read `8/255`, `1e-4` and `1%` as numbers; leave what is neither text nor a truth value to the type check."""
+    if not isinstance(value, (str, bool)):
         return value
-    text = value.strip().replace("_", "")
+    text = str(value).strip()
+    above, slash, below = (text[:-1], "%", "100") if text.endswith("%") else text.partition("/")
     try:
-        if text.endswith("%"):
-            return float(text[:-1]) / 100
-        above, _, below = text.partition("/")
-        return float(above) / float(below) if below else float(above)
-    except (ValueError, ZeroDivisionError) as error:
+        return float(Decimal(above) / Decimal(below if slash else 1))  # decimal, so that 0.7% is 0.007 to the bit
+    except ArithmeticError as error:
         raise ValueError(f"{value!r} is no number: write it like 0.01, 1%, 8/255 or 1e-4") from error
 
 
-def unknown(what: str, value: str, known: Iterable[str]) -> str:
+def unknown(what: str, value: Any, known: Collection[str]) -> str:
     """One line for a word that is not in a table, with the nearest that is."""
-    names = list(known)
-    close = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(names)}"
+    close = difflib.get_close_matches(str(value), list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known) or 'none'}"
     return f"unknown {what} {value!r}: {hint}"
 
 
-Number = Annotated[float, BeforeValidator(number)]
+def _strategy(value: Any) -> Any:
+    if isinstance(value, str) and value not in STRATEGIES:
+        raise ValueError(unknown("strategy", value, STRATEGIES))
+    return value
+
+
+Number = Annotated[float, BeforeValidator(number), Field(allow_inf_nan=False)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Share = Annotated[Positive, Field(le=1)]
+Whole = Annotated[int, Field(strict=True)]
+Count = Annotated[Whole, Field(ge=1)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]  # it becomes part of a folder's name
+Strategy = Annotated[str | dict[str, Number], BeforeValidator(_strategy)]
+
+# What arguments may be, where their annotation says less. Pruners check it when they get their model; this is earlier.
+_BY_NAME = {"keep": Share, "initial_rate": Share, "strategy": Strategy, "initial_strategy": Strategy}
+_BY_TYPE: dict[Any, Any] = {float: Number, float | None: Number | None, int: Whole, bool: Flag}
 
 
 class _Part(BaseModel):
@@ -60,88 +86,83 @@ class _Part(BaseModel):
     @classmethod
     def _known_keys(cls, value: Any) -> Any:
         for key in value if isinstance(value, Mapping) else ():
-            if key not in cls.model_fields:
+            if key not in cls.model_fields and cls.model_config["extra"] == "forbid":
                 raise ValueError(unknown("key", key, cls.model_fields))
         return value
 
 
-def _as_recipe_type(annotation: Any) -> Any:
-    """The type of an argument as a recipe writes it: floats may be `8/255`, mappings are plain dictionaries."""
-    if annotation is float:
-        return Number
-    if get_origin(annotation) in (Union, UnionType):
-        return Union[tuple(_as_recipe_type(choice) for choice in get_args(annotation))]  # noqa: UP007 (dynamic)
-    if get_origin(annotation) in (Mapping, dict):
-        return dict[str, _as_recipe_type(get_args(annotation)[1])]  # type: ignore[misc]  # built at run time
-    return annotation
-
-
-def _options(factory: Callable[..., Any]) -> type[_Part]:
-    """The schema of a factory's arguments; those that the run supplies (`units`, `masks`) are not options."""
+@cache
+def _schema(factory: Callable[..., Any], base: type[_Part] = _Part) -> type[_Part]:
+    """The schema of a factory's arguments, without those that the run supplies."""
     hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
-        if name not in ("units", "masks"):
-            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            fields[name] = (_as_recipe_type(hints[name]), default)
-    return create_model(factory.__name__, __base__=_Part, **fields)
+        if name not in _SUPPLIED:
+            kind = _BY_NAME.get(name) or _BY_TYPE.get(hints[name], hints[name])
+            fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
+    return create_model(factory.__name__, __base__=base, **fields)
 
 
-def _in(what: str, table: Mapping[str, Callable[..., Any]]) -> BeforeValidator:
+def _part(what: str, table: _Table, value: Any, *, base: type[_Part] = _Part, build: bool = False) -> Any:
     """Check a part `{name: ..., option: ...}` whose options belong to the table's entry; just a name is fine too."""
-
-    def check(value: Any) -> dict[str, Any]:
-        part = {"name": value} if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else {}
-        name = part.pop("name", None)
-        if name not in table:
-            raise ValueError(unknown(what, name, table))
-        options = _options(table[name]).model_validate(part)
-        return {"name": name, **options.model_dump(exclude_defaults=True)}
-
-    return BeforeValidator(check)
-
-
-PrunerPart = Annotated[dict[str, Any], _in("pruner", PRUNERS)]
-ObjectivePart = Annotated[dict[str, Any], _in("objective", OBJECTIVES)]
-AttackPart = Annotated[dict[str, Any], _in("attack", ATTACKS)]
+    if not isinstance(value, (str, Mapping)):
+        return value  # for the type check to refuse
+    options = {"name": value} if isinstance(value, str) else dict(value)
+    name = options.pop("name", None)
+    if not isinstance(name, str) or name not in table:
+        raise ValueError(unknown(what, name, table))
+    options = _schema(table[name], base).model_validate(options).model_dump(exclude_defaults=True)
+    if build:
+        table[name](**options)  # what the part stands for checks its own values
+    return {"name": name, **options}
 
 
-def _check_attack(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            named(value)
-        except HarpError as error:
-            raise ValueError(str(error)) from error
-        return value
-    return TypeAdapter(AttackPart).validate_python(value)
+def _attack(value: Any) -> Any:
+    if isinstance(value, str) and value.partition("-")[0] in ATTACKS:
+        return value if named(value) else None  # like `pgd-20`; raises if it is not
+    return _part("attack", ATTACKS, value, build=True)
+
+
+def _model(value: Any) -> Any:
+    part = {"name": value} if isinstance(value, str) else value
+    if isinstance(part, Mapping) and re.search(r":|\.py$", str(part.get("name"))):  # not ours: no types are known yet
+        return {k: number(v) if isinstance(v, str) and _NUMERAL.fullmatch(v) else v for k, v in part.items()}
+    return _part("model", {name: entry.factory for name, entry in MODELS.items()}, part, base=_ForEveryModel)
+
+
+ObjectivePart = Annotated[dict[str, Any], BeforeValidator(partial(_part, "objective", OBJECTIVES, build=True))]
+OrPgd = BeforeValidator(lambda value: {"name": "pgd", **value} if isinstance(value, Mapping) else value)
 
 
 class Data(_Part):
     """The data set, how it is cut into batches, and what is held out of training for model selection."""
 
     name: str
-    batch: int = 128
-    holdout: Number = 0.1  # a share of the training set, or a count
-    augment: bool = True
-    pad: int = 4
-    size: int | None = None
+    batch: Count = 128
+    holdout: Positive = 0.1  # a share of the training set, or a count
+    augment: Flag = True
+    pad: Annotated[Whole, Field(ge=0)] = 4
+    size: Count | None = None
 
 
-class Model(BaseModel):
+class _ForEveryModel(_Part):
+    """What may be said of every model beside the options of its factory."""
+
+    weights: str | None = None
+    normalize: tuple[list[Number], list[Positive]] | None = None
+
+
+class Model(_ForEveryModel):
     """The model; every other key is an option of its factory."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     name: str
-    weights: str | None = None
-    normalize: tuple[list[Number], list[Number]] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """The factory's options."""
-        return {
-            key: number(value) if isinstance(value, str) else value for key, value in (self.model_extra or {}).items()
-        }
+        return dict(self.model_extra or {})
 
 
 class Units(_Part):
@@ -157,65 +178,55 @@ class Optimizer(_Part):
     """The optimiser and its learning rate over time."""
 
     name: Literal["sgd", "adamw"] = "sgd"
-    lr: Number = 0.1
-    momentum: Number = 0.9
-    weight_decay: Number = 5e-4
+    lr: Positive = 0.1
+    momentum: NotNegative = 0.9
+    weight_decay: NotNegative = 5e-4
     schedule: Literal["cosine", "constant"] = "cosine"
 
 
 class Stage(_Part):
     """One training: a pruner, an objective, so many epochs."""
 
-    name: str
-    pruner: PrunerPart
-    epochs: int
-    objective: ObjectivePart | None = None  # the recipe's, unless the stage has its own
+    name: Name
+    pruner: Annotated[dict[str, Any], BeforeValidator(partial(_part, "pruner", PRUNERS))]
+    epochs: Annotated[Whole, Field(ge=0)]
+    objective: ObjectivePart | None = None  # default: the recipe's
     optimizer: Optimizer = Optimizer()
-    accumulate: int = 1
+    accumulate: Count = 1
     select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
-
-    @model_validator(mode="after")
-    def _sensible(self) -> Self:
-        if self.epochs < 0 or self.accumulate < 1 or self.optimizer.lr <= 0:
-            raise ValueError(
-                f"epochs {self.epochs}, accumulate {self.accumulate}, lr {self.optimizer.lr:g}: must be positive"
-            )
-        return self
 
 
 class Evaluation(_Part):
     """What the finished network is measured by, once, on the test set."""
 
-    attacks: list[Annotated[str | dict[str, Any], BeforeValidator(_check_attack)]] = ["pgd-20"]
-    epsilon: Number | None = None  # of attacks named by text; default: the objective's
-    examples: int | None = None  # drawn by the recipe's seed; default: all
+    attacks: list[Annotated[str | dict[str, Any], BeforeValidator(_attack)]] = ["pgd-20"]
+    epsilon: NotNegative | None = None  # of attacks named by text; default: the objective's
+    examples: Count | None = None  # drawn by the recipe's seed; default: all
 
 
 class Recipe(_Part):
     """An experiment."""
 
-    name: str
+    name: Name
     description: str = ""
-    seed: int = 0
+    seed: Whole = 0
     data: Data
-    model: Model
+    model: Annotated[Model, BeforeValidator(_model)]
     units: Units = Units()
-    objective: ObjectivePart = {"name": "pgd"}
-    stages: list[Stage]
+    objective: Annotated[ObjectivePart, OrPgd] = {"name": "pgd"}
+    stages: list[Stage] = Field(min_length=1)
     evaluate: Evaluation = Evaluation()
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
-        if not self.stages:
-            raise ValueError("stages: at least one is needed")
-        if self.data.batch < 1 or self.data.holdout < 0:
-            raise ValueError(f"data.batch {self.data.batch}, data.holdout {self.data.holdout:g}: must be positive")
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages: names must differ, got {', '.join(names)}")
-        if self.stages[0].pruner["name"] == "fixed":
-            raise ValueError("stages[0]: 'fixed' keeps the masks of an earlier stage, and there is none")
+        pruners = ["dense", *(stage.pruner["name"] for stage in self.stages)]
+        for index, pair in enumerate(pairwise(pruners)):
+            if pair == ("dense", "fixed"):
+                raise ValueError(f"stages[{index}]: 'fixed' keeps the masks of the stage before it, which has none")
         return self
 
     def stage_objective(self, stage: Stage) -> dict[str, Any]:
@@ -225,19 +236,43 @@ class Recipe(_Part):
     def identity(self, stages: int, *contents: str) -> str:
         """The hash of all that the first stages' result depends on; `contents` are hashes of files they read.
 
-        Defaults are left out, so that a new option does not disown old results; names are left out too.
+        Defaults are left out, so that a new option does not disown old results, and so is what these stages don't use:
+        names, the objective of other stages, limits while nothing is pruned.
         """
-        kept = self.model_dump(
-            mode="json", exclude_defaults=True, include={"seed", "data", "units", "objective", "precision"}
-        )
-        model = self.model.model_dump(mode="json", exclude_defaults=True, exclude={"weights"})
-        done = [s.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for s in self.stages[:stages]]
-        text = json.dumps([FORMAT, kept, model, done, contents], sort_keys=True)
+        done = self.stages[:stages]
+        used = {"seed", "data", "model", "precision"} | {"units" for stage in done if stage.pruner["name"] != "dense"}
+        facts = self.model_dump(mode="json", exclude_defaults=True, include=used)
+        facts["model"].pop("weights", None)  # a path; the content is in `contents`
+        steps = [stage.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for stage in done]
+        for stage, step in zip(done, steps, strict=True):
+            step["objective"] = self.stage_objective(stage)
+        text = json.dumps([FORMAT, facts, steps, contents], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
         """The recipe as it was resolved, defaults left out."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as the standard has it: a key that comes twice is an error and not a silent loss."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        twice = [key for position, key in enumerate(keys) if key in keys[:position]]
+        if twice:
+            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is there twice", problem_mark=node.start_mark)
+        return node
+
+
+def _read(text: str | Path, where: str) -> Any:
+    """Plain data from YAML: no dates or sets, and what anchors share is apart, so that one can be changed alone."""
+    try:
+        found = yaml.load(text if isinstance(text, str) else text.read_text(encoding="utf-8"), _Loader)
+        return json.loads(json.dumps(found))
+    except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(f"{where} can't be read: {' '.join(str(error).split())}") from error
 
 
 def shipped() -> dict[str, Path]:
@@ -247,25 +282,18 @@ def shipped() -> dict[str, Path]:
 
 def load(source: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe from a file or by its shipped name, and apply changes of the form `a.b=c`."""
-    path = Path(source)
-    if not path.is_file():
-        recipes = shipped()
-        if str(source) not in recipes:
-            raise RecipeError(f"no recipe file {source}, and " + unknown("shipped recipe", str(source), recipes))
-        path = recipes[str(source)]
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from error
+    path = Path(source) if Path(source).is_file() else shipped().get(str(source))
+    if path is None:
+        raise RecipeError(f"no recipe file {source}, and " + unknown("shipped recipe", str(source), shipped()))
+    content = _read(path, str(path))
     if not isinstance(content, dict):
-        raise RecipeError(f"{path} is no recipe: it must be a mapping with name, data, model and stages")
-    content.setdefault("name", path.stem)
-    return parse(content, changes)
+        raise RecipeError(f"{path} is no recipe: it must be a mapping with data, model and stages")
+    return parse({"name": path.stem, **content}, changes)
 
 
 def parse(content: Mapping[str, Any], changes: Sequence[str] = ()) -> Recipe:
     """Check the content of a recipe, with changes applied."""
-    resolved = json.loads(json.dumps(content))  # our own copy, and proof that it is plain data
+    resolved = copy.deepcopy(dict(content))
     for change in changes:
         _change(resolved, change)
     try:
@@ -278,35 +306,25 @@ def _change(content: dict[str, Any], change: str) -> None:
     path, equals, text = change.partition("=")
     if not equals:
         raise RecipeError(f"--set {change!r}: write it like stages.prune.epochs=5")
-    node: Any = content
-    keys = path.strip().split(".")
-    for key in keys[:-1]:
-        place = _place(node, key, change)
+    node: Any = [content]
+    place: Any = 0
+    for key in path.strip().split("."):
         if isinstance(node[place], str):  # an open part written as just its name
             node[place] = {"name": node[place]}
-        node = node[place]
-    node[_place(node, keys[-1], change)] = yaml.safe_load(text)
-
-
-def _place(node: Any, key: str, change: str) -> int | str:
-    """Where a key points: in a mapping to itself, in a list to a position or to the item of that name."""
-    if isinstance(node, dict):
-        node.setdefault(key, {})
-        return key
-    for index, item in enumerate(node if isinstance(node, list) else ()):
-        if key == str(index) or (isinstance(item, dict) and item.get("name") == key):
-            return index
-    raise RecipeError(f"--set {change!r}: there is no {key!r} to set")
+        node, place = node[place], key
+        if isinstance(node, dict):
+            node.setdefault(key, {})  # a part that the file leaves at its default
+            continue
+        items = enumerate(node if isinstance(node, list) else ())
+        place = next((i for i, x in items if key == str(i) or (isinstance(x, dict) and x.get("name") == key)), None)
+        if place is None:
+            raise RecipeError(f"--set {change!r}: there is no {key!r} to set")
+    node[place] = _read(text, f"--set {change!r}")
 
 
 def _one_line(error: ValidationError) -> str:
     """The first problem of a validation, with its path."""
-    problems = error.errors()
-    first = problems[0]
-    path = ""
-    for part in first["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    message = first["msg"].removeprefix("Value error, ")
-    shown = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r})"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return " ".join(f"recipe: {path + ': ' if path else ''}{message}{shown}{more}".split())
+    first = error.errors()[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    got = "" if first["type"] in ("value_error", "missing") else f" (got {reprlib.repr(first['input'])})"
+    return " ".join(f"recipe: {path}{': ' * bool(path)}{first['msg'].removeprefix('Value error, ')}{got}".split())

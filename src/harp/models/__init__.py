@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.models import external, resnet, small, vgg, wide_resnet
-from harp.models.normalize import Normalized
+from harp.normalize import Normalized
 
 __all__ = ["MODELS", "ModelEntry", "Normalized", "build", "usual"]
 

@@ -151,11 +151,11 @@ class Harp(Hydra):
         return {"gamma": self.gamma, "budget_loss": float(self.budget_loss().detach()), "rate": soft}
 
     def paced_step(self, plan: Plan) -> float:
-        """The step of γ at which the budget loss alone would meet the target after three tenths of the training.
+        """The step of γ at which the budget loss alone would meet the target after a fifth of the training.
 
         γ is not free of scale: its push adds up over optimiser steps and grows with 1/a_t. The paper's runs (20 epochs
         of 391 steps, step 0.01) meet the target about half-way, and a simulation of their quotas under the budget loss
-        alone does after some three tenths, as the task's gradient holds them back. The simulation costs a fraction of
+        alone does after a fifth to a third, as the task's gradient holds them back. The simulation costs a fraction of
         a second, needs no data, and gives short trainings the step that plays the same part in them.
         """
         low, high = 1e-8, 1e4
@@ -164,7 +164,7 @@ class Harp(Hydra):
             low, high = (low, middle) if self._meets_budget(middle, plan) else (middle, high)
         return float(f"{high:.2g}")
 
-    def _meets_budget(self, step: float, plan: Plan, share: float = 0.3) -> bool:
+    def _meets_budget(self, step: float, plan: Plan, share: float = 0.2) -> bool:
         """Simulate SGD on the quotas under γ L_HW and weight decay for the first part of the training."""
         defaults = {"lr": plan.lr, "momentum": plan.momentum, "weight_decay": plan.weight_decay}
         own = {**defaults, **{key: value for key, value in self._options.items() if value is not None}}

@@ -1,0 +1,67 @@
+"""Measure several ways of doing one thing side by side, so that a busy machine is unfair to none of them.
+
+The ways take turns in one process, in an order that rotates, and medians are compared. Two clocks run: the CPU time of
+the process, which other programs disturb least, and the wall clock, which alone shows what more threads are worth.
+"""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Times:
+    """The seconds of one way, one entry a repeat."""
+
+    cpu: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+    def median(self, clock: str) -> float:
+        """The median by `cpu` or `wall`."""
+        return statistics.median(getattr(self, clock))
+
+    def spread(self, clock: str) -> float:
+        """How far apart the extremes are, relative to the median."""
+        seconds = getattr(self, clock)
+        return (max(seconds) - min(seconds)) / self.median(clock)
+
+
+def interleaved(
+    ways: Mapping[str, Callable[[], object]],
+    repeats: int,
+    on_measured: Callable[[str, int, float], None] = lambda name, repeat, seconds: None,
+) -> dict[str, Times]:
+    """Call every way once a repeat and time it; warm them up before, nothing here does.
+
+    `on_measured(name, repeat, wall seconds)` is called after each, for a display.
+    """
+    times = {name: Times() for name in ways}
+    names = list(ways)
+    for repeat in range(repeats):
+        first = repeat % len(names)
+        for name in names[first:] + names[:first]:
+            cpu, wall = time.process_time(), time.perf_counter()
+            ways[name]()
+            times[name].cpu.append(time.process_time() - cpu)
+            times[name].wall.append(time.perf_counter() - wall)
+            on_measured(name, repeat, times[name].wall[-1])
+    return times
+
+
+def cpu_name() -> str:
+    """The model name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def load() -> float | None:
+    """How many processes wanted to run during the last minute, where the system tells."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

@@ -1,0 +1,298 @@
+"""The command line as a user meets it: what works, and one line and exit code 2 for what can't."""
+
+import json
+import pickle
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from harp import checkpoint, cli, models
+
+RECIPE = {
+    "name": "tiny",
+    "data": {"name": "digits", "batch": 256, "holdout": 100, "pad": 1},
+    "model": {"name": "tinynet", "width": 4},
+    "objective": {"name": "pgd", "epsilon": 0.1, "step": 0.05, "steps": 1},
+    "stages": [
+        {"name": "pretrain", "pruner": "dense", "epochs": 1},
+        {"name": "prune", "pruner": {"name": "harp", "keep": "5%"}, "epochs": 2},
+        {"name": "finetune", "pruner": "fixed", "epochs": 1, "optimizer": {"lr": "1e-2"}},
+    ],
+    "evaluate": {"attacks": ["pgd-2"], "examples": 50},
+}
+Harp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Harp:
+    """Run the command in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["harp", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+            raise SystemExit(0)
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def write_recipe(path: Path, **changes: object) -> str:
+    path.write_text(yaml.safe_dump({**RECIPE, **changes}))
+    return str(path)
+
+
+def refused(harp: Harp, *words: str, said: str) -> None:
+    """One line on standard error, exit code 2, nothing written."""
+    before = sorted(Path().rglob("*"))
+    code, out, err = harp(*words)
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    assert said in err, err
+    assert sorted(Path().rglob("*")) == before, "nothing may be written"
+
+
+def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "tiny.yaml")
+    code, out, err = harp("run", recipe, "--set", "seed=3")
+    assert code == 0, err
+    (folder,) = Path("runs").glob("tiny-*")
+    files = {path.name for path in folder.iterdir()}
+    assert {"recipe.yaml", "model.safetensors", "masks.safetensors", "summary.json", "layers.png", "results"} <= files
+    summary = json.loads((folder / "summary.json").read_text())
+    size, kept = (sum(layer[key] for layer in summary["layers"]) for key in ("size", "kept"))
+    assert kept == round(0.05 * size)
+    assert f"{size:,} → {kept:,}" in out
+    assert f"artefact  {folder / 'model.safetensors'}" in out
+    tensors, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    assert sum(int(tensors[layer["name"]].count_nonzero()) for layer in summary["layers"]) <= kept
+    number = json.loads((folder / "results" / "pgd-2.json").read_text())
+    assert {"value", "low", "high", "n", "seed", "versions", "recipe", "attack"} <= number.keys()
+    assert number["n"] == 50 and number["seed"] == 3 and number["attack"]["epsilon"] == 0.1
+    (log,) = Path("runs/stages").glob("*-prune/metrics.jsonl")
+    metrics = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["epoch"] for line in metrics] == [1, 2]
+    assert {"loss", "gamma", "budget_loss", "rate", "natural", "robust"} <= metrics[0].keys()
+    assert not list(Path("runs").rglob("state.pt")), "a finished stage needs no state"
+
+    stages = {path: path.stat().st_mtime_ns for path in Path("runs/stages").rglob("model.safetensors")}
+    code, again, err = harp("run", recipe, "--set", "seed=3")
+    assert code == 0
+    assert err.count("done before") == 3
+    assert again == out
+    assert all(path.stat().st_mtime_ns == time for path, time in stages.items())
+
+    code, evaluated, err = harp(
+        "evaluate", str(folder), "--attack", "fgsm", "--attack", "cw", "--examples", "20", "--json"
+    )
+    assert code == 0, err
+    assert [number["name"] for number in json.loads(evaluated)] == ["natural", "fgsm", "cw"]
+
+
+def test_recipes_that_begin_alike_share_their_pretraining(harp: Harp, tmp_path: Path) -> None:
+    assert harp("run", write_recipe(tmp_path / "a.yaml"))[0] == 0
+    stages = [dict(stage) for stage in RECIPE["stages"]]  # type: ignore[attr-defined]
+    stages[1] = {"name": "prune", "pruner": {"name": "magnitude", "keep": "5%", "strategy": "lamp"}, "epochs": 0}
+    code, _, err = harp("run", write_recipe(tmp_path / "b.yaml", name="other", stages=stages))
+    assert code == 0
+    assert err.count("done before") == 1
+    assert len(list(Path("runs/stages").glob("*-pretrain"))) == 1
+
+
+def test_prune_from_flags_with_a_model_and_weights_of_ones_own(harp: Harp, tmp_path: Path) -> None:
+    source = "from torch import nn\ndef net(num_classes, in_channels):\n"
+    source += "    return nn.Sequential(nn.Flatten(), nn.Linear(64 * in_channels, 32), nn.ReLU(), nn.Linear(32, num_classes))\n"
+    (tmp_path / "mine.py").write_text(source)
+    code, _, err = harp(
+        "prune",
+        "mine.py:net",
+        "--data",
+        "digits",
+        "--keep",
+        "10%",
+        "--pretrain",
+        "1",
+        "--prune",
+        "1",
+        "--finetune",
+        "1",
+    )
+    assert code == 0, err
+    (folder,) = Path("runs").glob("harp-mine-py-net-10-*")
+    weights = str(folder / "model.safetensors")
+    words = ["--data", "digits", "--weights", weights, "--keep", "1/20", "--finetune", "1", "--out", "second"]
+    code, out, err = harp("prune", "mine.py:net", "--method", "magnitude", "--strategy", "erk", "--prune", "0", *words)
+    assert code == 0, err
+    assert "2,368 → 118 (4.983%)" in out
+    assert not list(Path("second/stages").glob("*-pretrain"))
+
+
+def test_listings(harp: Harp) -> None:
+    for what, expected in {"methods": "harp-r", "models": "vgg16", "data": "svhn", "recipes": "demo"}.items():
+        code, out, _ = harp("list", what)
+        assert code == 0 and expected in out
+        code, out, _ = harp("list", what, "--json")
+        rows = json.loads(out)
+        assert expected in [row["name"] for row in rows]
+        assert all(row["description"] for row in rows)
+    refused(harp, "list", "method", said="did you mean 'methods'?")
+
+
+def test_plan_shows_every_layer_and_the_total(harp: Harp) -> None:
+    code, out, _ = harp("plan", "vgg16", "--strategy", "erk", "--keep", "0.1%", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert [row["kept"] for row in rows][:3] == [101, 185, 273]
+    assert all(row.keys() == {"name", "size", "kept"} for row in rows)
+    code, out, _ = harp("plan", "vgg16", "--strategy", "uniform", "--keep", "0.1%")
+    assert "15,302,848" in out and "15,303" in out and "features.0.weight" in out
+    code, out, _ = harp("plan", "resnet50", "--strategy", "uniform", "--keep", "1%", "--json")
+    assert sum(row["size"] for row in json.loads(out)) == 25_502_912
+
+
+def test_doctor(harp: Harp, tmp_path: Path) -> None:
+    code, out, _ = harp("doctor", "tinynet", "--data", "digits")
+    assert code == 0
+    assert "features.0.weight" in out and "a vector" in out and "✓ gradients" in out
+    code, out, _ = harp("doctor", "resnet8", "--json")
+    found = json.loads(out)
+    assert found["healthy"] and found["layers"][0]["name"] == "conv1.weight"
+    (tmp_path / "bad.py").write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))\n"
+    )
+    code, out, _ = harp("doctor", "bad.py:net", "--data", "digits")
+    assert code == 1
+    assert "✗ logits" in out and "softmax" in out
+
+
+def test_demo_help_and_version(harp: Harp) -> None:
+    assert harp("--version")[1].startswith("harp 0.")
+    for words in ([], ["demo"], ["run"], ["prune"], ["evaluate"], ["list"], ["plan"], ["doctor"]):
+        code, out, _ = harp(*words, "--help")
+        assert code == 0 and "Usage" in out
+    code, _, err = harp("prun")
+    assert code == 2 and "No such command" in err
+    code, _, err = harp("run", "demo", "--sed", "3")
+    assert code == 2 and "No such option" in err
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        ("0", "above 0 and at most 1"),
+        ("101%", "above 0 and at most 1"),
+        ("-1%", "above 0 and at most 1"),
+        ("0.0001%", "6 layers"),
+        ("little", "is no number"),
+        ("nan", "above 0 and at most 1"),
+    ],
+)
+def test_senseless_budgets(harp: Harp, keep: str, said: str) -> None:
+    refused(harp, "prune", "tinynet", "--data", "digits", f"--keep={keep}", said="keep")
+    refused(harp, "plan", "tinynet", f"--keep={keep}", said=said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--method", "harb"], "did you mean 'harp'?"),
+        (["prune", "tinynet", "--data", "digit", "--keep", "1%"], "digits"),
+        (["prune", "tinnet", "--data", "digits", "--keep", "1%"], "tinynet"),
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--strategy", "erq"], "erk"),
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--objective", "pdg"], "did you mean 'pgd'?"),
+        (
+            ["prune", "tinynet", "--data", "digits", "--keep", "1%", "--set", "stages.prune.epoch=1"],
+            "did you mean 'epochs'?",
+        ),
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--ignore", "nothing.*"], "matches no parameter"),
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--epsilon", "much"], "is no number"),
+        (["prune", "tinynet", "--data", "digits", "--keep", "1%", "--weights", "no.safetensors"], "no.safetensors"),
+        (["prune", "missing.py:net", "--data", "digits", "--keep", "1%"], "missing.py"),
+        (["prune", "tinynet", "--data", "cifar10", "--keep", "1%"], "cifar-10"),
+        (["prune", "tinynet", "--data", "svhn", "--data-dir", "nowhere", "--keep", "1%"], "train_32x32.mat"),
+        (["run", "nothing.yaml"], "no recipe file"),
+        (["evaluate", "tinynet"], "--data"),
+        (["evaluate", "tinynet", "--data", "digits", "--attack", "pgd-x"], "pgd-x"),
+        (["doctor", "tinynet", "--shape", "3-32"], "like 3x32x32"),
+        (["run", "demo", "--devices", "0"], "at least 1"),
+    ],
+)
+def test_wrong_arguments(harp: Harp, words: list[str], said: str) -> None:
+    refused(harp, *words, said=said)
+
+
+def test_damaged_and_foreign_files(harp: Harp, tmp_path: Path) -> None:
+    prune = ["prune", "tinynet", "--data", "digits", "--keep", "1%", "--weights"]
+    other = models.build("resnet8", num_classes=10, shape=(1, 8, 8))
+    checkpoint.save_model("other.safetensors", other)
+    refused(harp, *prune, "other.safetensors", said="same architecture")
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (open, (str(tmp_path / "owned"),))
+
+    Path("evil.pt").write_bytes(pickle.dumps({"state_dict": Evil()}))
+    refused(harp, *prune, "evil.pt", said="evil.pt")
+    torch.save({"state_dict": Evil()}, "evil2.pt")
+    refused(harp, *prune, "evil2.pt", said="evil2.pt")
+    assert not (tmp_path / "owned").exists()
+
+    net = models.build("tinynet", num_classes=10, shape=(1, 8, 8))
+    with torch.no_grad():
+        net.features[0].weight[0] = float("nan")
+    torch.save(net.state_dict(), "nan.pt")
+    refused(harp, *prune, "nan.pt", said="NaN")
+
+    Path("junk.yaml").write_bytes(b"\x00\xff\xfe")
+    refused(harp, "run", "junk.yaml", said="junk.yaml")
+    write_recipe(tmp_path / "odd.yaml", objective={"name": "pgd", "epsilom": 0.1})
+    refused(harp, "run", "odd.yaml", said="did you mean 'epsilon'?")
+
+
+def test_data_that_is_wrong(harp: Harp) -> None:
+    good = {"x": np.random.default_rng(0).random((40, 8, 8), dtype=np.float32), "y": np.arange(40) % 10}
+    command = ["prune", "tinynet", "--keep", "5%", "--data"]
+    sets = {
+        "range": ({**good, "x": good["x"] * 255}, "[0, 1]"),
+        "labels": ({**good, "y": good["y"] - 1}, "-1"),
+        "nan": ({**good, "x": np.full_like(good["x"], np.nan)}, "nan"),
+    }
+    for name, (arrays, said) in sets.items():
+        np.savez(f"{name}.npz", x_train=arrays["x"], y_train=arrays["y"], x_test=good["x"], y_test=good["y"])
+        refused(harp, *command, f"{name}.npz", said=said)
+    np.savez("cut.npz", x_train=good["x"], y_train=good["y"], x_test=good["x"], y_test=good["y"])
+    Path("cut.npz").write_bytes(Path("cut.npz").read_bytes()[:900])
+    refused(harp, *command, "cut.npz", said="cut.npz")
+
+
+def test_output_folders_that_can_not_be_written(harp: Harp, tmp_path: Path) -> None:
+    write_recipe(tmp_path / "tiny.yaml")
+    Path("file").write_text("in the way")
+    refused(harp, "run", "tiny.yaml", "--out", "file", said="can't write to the output folder file")
+    refused(harp, "run", "tiny.yaml", "--out", "file/runs", said="can't write to the output folder")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_unreadable(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "tiny.yaml")
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # files end at 20 kB, as on a full disk
+
+    command = [sys.executable, "-m", "harp", "run", recipe]
+    done = subprocess.run(command, cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert "can't write" in done.stderr.strip().splitlines()[-1]
+    assert not list((tmp_path / "runs").rglob("*.safetensors")) and not list((tmp_path / "runs").rglob("state.pt"))
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0, (
+        "space again: goes on"
+    )

@@ -1,0 +1,74 @@
+"""Imports go one way. Each line may import from the lines above it, and nothing else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import harp
+
+SOURCE = Path(harp.__file__).parent
+LAYERS = [
+    {"errors", "seeds", "display"},
+    {"normalize", "readers", "frozen", "engine"},
+    {"checkpoint", "split", "models"},
+    {"keeper", "metrics", "masks", "sources"},
+    {"units", "data", "attacks"},
+    {"allocate", "batches", "objectives", "evaluate", "doctor", "artefact", "picture", "summary"},
+    {"pruners"},
+    {"training", "recipe", "survey"},
+    {"assess", "presets", "catalogue"},
+    {"run"},
+    {"cli"},
+    {"__main__"},
+]
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports, by their first name."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module if "." in node.module else f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("harp.")}
+    return found - {"__version__"}
+
+
+def test_every_module_has_its_layer_and_imports_downwards() -> None:
+    level = {name: number for number, names in enumerate(LAYERS) for name in names}
+    wrong = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        assert module in level, f"{module} has no layer: give it one in LAYERS"
+        others = imported(path) - {module}
+        wrong += [f"{module} -> {other}" for other in others if level[other] >= level[module]]
+    assert not wrong, "imports against the arrows: " + ", ".join(sorted(set(wrong)))
+
+
+def test_pruning_methods_do_not_know_each_others_files_except_harp_its_parent() -> None:
+    base = {"harp.pruners.base"}
+    for path in (SOURCE / "pruners").glob("*.py"):
+        if path.stem not in ("__init__", "base"):
+            tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            others = {
+                n.module for n in tree if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("harp.pruners")
+            }
+            assert others <= base | ({"harp.pruners.hydra"} if path.stem == "harp" else set()), path.name
+
+
+def test_public_names_are_sorted_and_all_there() -> None:
+    assert harp.__all__ == sorted(harp.__all__)
+    for name in harp.__all__:
+        first = getattr(harp, name)
+        assert getattr(harp, name) is first, "a submodule must not shadow a public name"
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys; import harp.cli; sys.exit('torch' in sys.modules or 'lightning_fabric' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
