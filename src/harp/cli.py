@@ -281,7 +281,7 @@ def main() -> None:
         sys.exit(2)
     except Interrupted as stop:
         typer.echo(f"\n{stop}. Go on with the same command: {' '.join(['harp', *sys.argv[1:]])}", err=True)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + stop.signal)
     except KeyboardInterrupt:
         typer.echo("\nstopped", err=True)
         sys.exit(128 + signal.SIGINT)

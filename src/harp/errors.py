@@ -45,3 +45,7 @@ class MissingExtra(HarpError, ImportError):
 
 class Interrupted(Exception):
     """Somebody asked the work to stop (Ctrl-C, SIGTERM); the state was saved first."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal

@@ -62,11 +62,10 @@ class Keeper:
         if not self._several() or self.fabric.is_global_zero:
             checkpoint.save_state(self.path, state)
         self.saved = time.monotonic()
-        stopping = self.stop.signal is not None
-        if self._several():
-            stopping = bool(self.fabric.broadcast(stopping))
-        if stopping:
-            raise Interrupted(f"stopped in epoch {state['epoch'] + 1}, step {state['step']}; the state is saved")
+        number = self.fabric.broadcast(self.stop.signal) if self._several() else self.stop.signal
+        if number is not None:
+            where = f"epoch {state['epoch'] + 1}, step {state['step']}"
+            raise Interrupted(f"stopped in {where}; the state is saved", number)
 
     def _several(self) -> bool:
         return self.fabric is not None and self.fabric.world_size > 1

@@ -244,7 +244,7 @@ class Run:
     def _counted(self, done: int, total: int) -> None:
         self.display.count(done, total)
         if self.stop.signal is not None:
-            raise Interrupted("stopped while testing; all training is saved")
+            raise Interrupted("stopped while testing; all training is saved", self.stop.signal)
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:
         """What every finished stage logged, epoch by epoch."""
