@@ -1,4 +1,4 @@
-"""One HARP pruning step: ours, the papers' to the letter, and what the convolutions alone would cost.
+"""One HARP pruning step: ours, the papers' to the letter, and the same passes through a plain dense network.
 
 The ways take turns in one process, each on its own copy of the same network, with the same images and random numbers:
 
@@ -18,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +252,7 @@ def _say(text: str) -> None:
 class _Parser(argparse.ArgumentParser):
     """Errors are one line, as everywhere else."""
 
-    def error(self, message: str) -> None:  # type: ignore[override]
+    def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 

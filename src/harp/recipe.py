@@ -118,7 +118,7 @@ def _part(what: str, table: _Table, value: Any, *, base: type[_Part] = _Part, bu
 
 
 def _attack(value: Any) -> Any:
-    if isinstance(value, str) and value.partition("-")[0] in ATTACKS:
+    if isinstance(value, str) and _part("attack", ATTACKS, value.partition("-")[0]):
         return value if named(value) else None  # like `pgd-20`; raises if it is not
     return _part("attack", ATTACKS, value, build=True)
 

@@ -1,0 +1,81 @@
+"""The benchmarks run and compare like with like. How long it takes is the machine's business: no test asserts it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks import step
+from benchmarks.timing import Times, interleaved
+
+TINY = ["--model", "resnet8", "--width", "0.5", "--batch", "8", "--steps", "2", "--repeats", "2"]
+KEYS = {
+    "model",
+    "batch",
+    "steps",
+    "threads",
+    "repeats",
+    "ours_seconds",
+    "twin_seconds",
+    "floor_seconds",
+    "speedup_vs_twin",
+    "ratio_to_floor",
+    "torch",
+    "cpu",
+    "metric",
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--authors-clean-forward", "--clock", "wall"]], ids=["plain", "flags"])
+def test_step_prints_a_table_and_one_json_object(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main([*TINY, *flags]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out.splitlines()[-1])
+    assert result.keys() >= KEYS
+    assert (result["model"], result["batch"], result["steps"], result["repeats"]) == ("resnet8", 8, 2, 2)
+    assert result["metric"] == ("wall_seconds" if flags else "cpu_seconds")
+    assert "twin" in out and "repeat 2/2" in err
+
+
+def test_both_ways_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    step.main(TINY)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["ours_loss"] == pytest.approx(result["twin_loss"], rel=1e-3)
+    assert result["equal_mask_entries"] > 0.999
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "resnet8", "--batch", "0"],
+        ["--model", "resnet8", "--batch", "8", "--width", "none"],
+        ["--model", "resnet8"],
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        step.main(arguments)
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main(["--model", "nope", "--batch", "8"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_ways_take_turns_from_a_rotating_start() -> None:
+    calls: list[str] = []
+    ways = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = interleaved(ways, 3)
+    assert calls == list("abcbcacab")
+    assert all(len(taken.cpu) == len(taken.wall) == 3 for taken in times.values())
+
+
+def test_median_and_spread() -> None:
+    times = Times(cpu=[4.0, 1.0, 2.0], wall=[1.0])
+    assert (times.median("cpu"), times.spread("cpu"), times.spread("wall")) == (2.0, 1.5, 0.0)
+
+
+@pytest.mark.parametrize("path", sorted(Path(step.__file__).parent.glob("results/step-*.json")), ids=lambda p: p.stem)
+def test_stored_results_are_what_the_benchmark_prints(path: Path) -> None:
+    assert json.loads(path.read_text()).keys() >= KEYS

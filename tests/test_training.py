@@ -1,0 +1,200 @@
+"""The loop: what it selects, what it refuses, and that it takes anybody's batches."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from harp.errors import DataError, ModelError, RecipeError
+from harp.objectives import Natural, PgdTraining
+from harp.pruners import Dense, Fixed, Harp, Hydra, Magnitude
+from harp.training import constant, cosine, fit
+from harp.units import Weights
+from tests import cases
+from tests.test_pruners import Memory, Three
+
+
+class Noisy(Dataset[tuple[Tensor, int]]):
+    """Images with a random augmentation drawn from the global generator, as most data sets do."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return (torch.rand(3, 8, 8) * 0.5 + index / 48).clamp(0, 1), index % 4
+
+
+def loader() -> DataLoader[tuple[Tensor, int]]:
+    return DataLoader(Noisy(), batch_size=8, shuffle=True)
+
+
+def test_a_dataloader_resumes_in_the_middle_of_an_epoch_to_the_bit() -> None:
+    def train(keeper: Memory) -> dict[str, Tensor]:
+        model = cases.build("conv")
+        fit(model, loader(), PgdTraining(steps=1), Harp(Weights(model), keep=0.2), epochs=3, lr=0.1, keeper=keeper)
+        return model.state_dict()
+
+    expected = train(Memory())
+    keeper = Memory(stop_after=5)
+    with pytest.raises(InterruptedError):
+        train(keeper)
+    resumed = train(Memory(state=keeper.state))
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:
+    values = iter([0.9, 0.2, 0.7, 0.7, 0.1])
+    model = cases.build("conv")
+    pruner = Hydra(Weights(model), keep=0.1)
+    seen: list[dict[str, Tensor]] = []
+
+    def validate() -> dict[str, float]:
+        assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, "what is validated is exact"
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return {"robust": next(values)}
+
+    ready = iter([False, True, True, True, True])
+    type(pruner).ready = property(lambda self: state["ready"])  # type: ignore[assignment]
+    state = {"ready": False}
+    original = pruner.after_epoch
+    pruner.after_epoch = lambda: (original(), state.update(ready=next(ready)))[0]  # type: ignore[method-assign]
+    try:
+        fitted = fit(model, Three(), Natural(), pruner, epochs=5, lr=0.3, validate=validate, select="robust")
+    finally:
+        del type(pruner).ready
+    assert fitted.epoch == 4, "the first was not ready; of equal ones the later"
+    assert all(torch.equal(value, seen[3][name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(mask, pruner.masks()[name]) for name, mask in fitted.masks.items())
+    assert [record["robust"] for record in fitted.history] == [0.9, 0.2, 0.7, 0.7, 0.1]
+
+
+def test_without_selection_the_last_epoch_stays() -> None:
+    model = cases.build("conv")
+    fitted = fit(model, Three(), Natural(), Dense(Weights(model)), epochs=2, lr=0.1, validate=lambda: {"robust": 0.5})
+    assert fitted.epoch == 2
+    with pytest.raises(RecipeError, match="can't select by 'other'"):
+        fit(model, Three(), Natural(), Dense(Weights(model)), epochs=1, validate=lambda: {"robust": 0.5}, select="other")
+
+
+def test_a_budget_that_training_missed_is_still_met_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = cases.build("conv")
+    pruner = Harp(Weights(model), keep=0.02, gamma_step=1e-6)
+    fitted = fit(model, Three(), Natural(), pruner, epochs=1, lr=0.1)
+    assert sum(int(mask.sum()) for mask in fitted.masks.values()) == pruner.total
+    assert "budget was not met" in caplog.text
+
+
+def test_divergence_stops_with_advice() -> None:
+    model = cases.build("tied")
+    with pytest.raises(ModelError, match=r"loss became (nan|inf) in epoch \d+, step \d+: try a smaller learning rate"):
+        fit(model, Three(), Natural(), Dense(Weights(model)), epochs=60, lr=1e6, schedule=constant)
+
+
+class Batches:
+    """One batch of somebody's data."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return 1
+
+    def __call__(self, epoch: int, start: int = 0) -> Any:
+        return [(self.x, self.y)]
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "said"),
+    [
+        (torch.rand(4, 3, 8, 8) * 255, torch.arange(4), r"\[0, 1\]"),
+        (torch.rand(4, 3, 8, 8) - 0.5, torch.arange(4), r"\[0, 1\]"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]), "4"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "-1"),
+        (torch.full((4, 3, 8, 8), torch.nan), torch.arange(4), "(?i)nan|finite"),
+    ],
+)
+def test_data_that_would_train_to_nonsense_is_refused(x: Tensor, y: Tensor, said: str) -> None:
+    model = cases.build("conv")
+    with pytest.raises(DataError, match=said):
+        fit(model, Batches(x, y), Natural(), Dense(Weights(model)), epochs=1)
+
+
+def test_batches_without_a_length_are_refused() -> None:
+    model = cases.build("conv")
+    with pytest.raises(RecipeError, match="no length"):
+        fit(model, (cases.batch() for _ in range(3)), Natural(), Dense(Weights(model)), epochs=1)
+
+
+def test_quotas_have_a_group_of_their_own() -> None:
+    model = cases.build("conv")
+    pruner = Harp(Weights(model), keep=0.1, quota_lr=0.5, quota_momentum=0.0, quota_weight_decay=0.0)
+    seen = []
+
+    def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        seen.append(made)
+        return made
+
+    fit(model, Three(), Natural(), pruner, epochs=1, optimizer=optimizer, schedule=constant)
+    first, second = seen[0].param_groups
+    assert (first["lr"], first["momentum"]) == (0.1, 0.9)
+    assert (second["lr"], second["momentum"], second["weight_decay"]) == (0.5, 0.0, 0.0)
+    assert len(second["params"]) == 1
+
+
+def test_fit_leaves_the_callers_random_numbers_alone() -> None:
+    model = cases.build("conv")
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    fit(model, Three(), PgdTraining(steps=1), Dense(Weights(model)), epochs=1, lr=0.1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_learning_rate_follows_the_schedule() -> None:
+    model = cases.build("conv")
+    records = fit(model, Three(), Natural(), Dense(Weights(model)), epochs=4, lr=0.2, schedule=cosine).history
+    last_steps = [(epoch + 2 / 3) / 4 for epoch in range(4)]
+    assert [record["lr"] for record in records] == pytest.approx([0.2 * cosine(p) for p in last_steps])
+    assert cosine(0) == 1 and cosine(1) == pytest.approx(0)
+
+
+def test_zero_epochs_apply_the_masks_and_nothing_else() -> None:
+    model = cases.build("conv")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fitted = fit(model, Three(), Natural(), Magnitude(Weights(model), keep=0.1), epochs=0)
+    for name, value in model.state_dict().items():
+        expected = before[name] * fitted.masks[name] if name in fitted.masks else before[name]
+        assert torch.equal(value, expected)
+
+
+def test_fine_tuning_under_masks_recovers_the_loss() -> None:
+    model = cases.build("conv")
+    units = Weights(model)
+    pruned = fit(model, Three(), Natural(), Magnitude(units, keep=0.2), epochs=0).masks
+    history = fit(model, Three(), Natural(), Fixed(units, pruned), epochs=8, lr=0.1).history
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert all(not parameter[~pruned[name]].any() for name, parameter in model.named_parameters() if name in pruned)
+
+
+@pytest.mark.parametrize("options", [{"epochs": -1}, {"epochs": 1, "accumulate": 0}])
+def test_senseless_lengths_are_refused(options: dict[str, int]) -> None:
+    model = cases.build("conv")
+    with pytest.raises(RecipeError):
+        fit(model, Three(), Natural(), Dense(Weights(model)), **options)
+
+
+def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
+    """The attack sees the bare module, the loss the engine's wrapper; both are one set of parameters."""
+    model = cases.build("residual")
+    wrapped: list[nn.Module] = []
+
+    def objective(bare: nn.Module, x: Tensor, y: Tensor, forward: nn.Module) -> Tensor:
+        wrapped.append(forward)
+        assert bare is model
+        return nn.functional.cross_entropy(forward(x), y)
+
+    fit(model, Three(), objective, Dense(Weights(model)), epochs=1, lr=0.1)
+    assert all(module is not model for module in wrapped)
