@@ -1,4 +1,4 @@
-"""A small HARP training, run by `test_distributed` in one or two processes: `distributed_job.py OUT DEVICES ACCUMULATE`."""
+"""A small HARP training, run by `test_distributed` in some processes: `distributed_job.py OUT DEVICES ACCUMULATE`."""
 
 import sys
 

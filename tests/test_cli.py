@@ -84,6 +84,7 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
     assert [line["epoch"] for line in metrics] == [1, 2]
     assert {"loss", "gamma", "budget_loss", "rate", "natural", "robust"} <= metrics[0].keys()
     assert not list(Path("runs").rglob("state.pt")), "a finished stage needs no state"
+    assert list(Path("runs/stages").glob("*-prune/tensorboard/events*"))
 
     stages = {path: path.stat().st_mtime_ns for path in Path("runs/stages").rglob("model.safetensors")}
     code, again, err = harp("run", recipe, "--set", "seed=3")
@@ -280,6 +281,14 @@ def test_output_folders_that_can_not_be_written(harp: Harp, tmp_path: Path) -> N
     Path("file").write_text("in the way")
     refused(harp, "run", "tiny.yaml", "--out", "file", said="can't write to the output folder file")
     refused(harp, "run", "tiny.yaml", "--out", "file/runs", said="can't write to the output folder")
+
+
+def test_a_disk_with_too_little_space_is_seen_before_the_work(
+    harp: Harp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_recipe(tmp_path / "tiny.yaml")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 30_000}))
+    refused(harp, "run", "tiny.yaml", said="has 0.0 MB free, this run needs")
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_unreadable(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ from harp import picture, summary
 from harp.display import Terminal, bar
 
 LAYERS = [{"name": "conv.weight", "size": 1000, "kept": 10}, {"name": "fc.weight", "size": 50, "kept": 50}]
-HISTORY = {"prune": [{"epoch": 1, "natural": 0.5, "robust": 0.4}, {"epoch": 2, "natural": 0.6, "robust": 0.5}], "none": []}
+HISTORY = {
+    "prune": [{"epoch": 1, "natural": 0.5, "robust": 0.4}, {"epoch": 2, "natural": 0.6, "robust": 0.5}],
+    "none": [],
+}
 
 
 def test_bars_grow_with_the_share() -> None:

@@ -15,7 +15,9 @@ from harp.units import Weights
 from tests import cases
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -59,7 +61,9 @@ def test_the_added_method_runs() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_and_its_options_exist(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_and_its_options_exist(
+    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shell = re.findall(r"```(?:sh|shell|bash)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     for line in "\n".join(shell).splitlines():
         words = shlex.split(line, comments=True)

@@ -75,7 +75,9 @@ def test_without_selection_the_last_epoch_stays() -> None:
     fitted = fit(model, Three(), Natural(), Dense(Weights(model)), epochs=2, lr=0.1, validate=lambda: {"robust": 0.5})
     assert fitted.epoch == 2
     with pytest.raises(RecipeError, match="can't select by 'other'"):
-        fit(model, Three(), Natural(), Dense(Weights(model)), epochs=1, validate=lambda: {"robust": 0.5}, select="other")
+        fit(
+            model, Three(), Natural(), Dense(Weights(model)), epochs=1, validate=lambda: {"robust": 0.5}, select="other"
+        )
 
 
 def test_a_budget_that_training_missed_is_still_met_and_said(caplog: pytest.LogCaptureFixture) -> None:

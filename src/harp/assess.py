@@ -8,19 +8,20 @@ from typing import Any
 from torch import nn
 
 from harp import attacks, checkpoint, data, evaluate, models, recipe
+from harp.attacks import Ball
 from harp.display import Quiet
 from harp.errors import RecipeError
 
-DEFAULT_EPSILON = 8 / 255
+DEFAULT = Ball(8 / 255, "linf")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network with the data that it is assessed on, and the epsilon it was made for."""
+    """A network with the data that it is assessed on, and the ball of perturbations that it was made for."""
 
     model: nn.Module
     data: data.DataSet
-    epsilon: float = DEFAULT_EPSILON
+    threat: Ball = DEFAULT
 
 
 def load(target: str, data_name: str | None, data_dir: Path | None, weights: str | None) -> Subject:
@@ -48,18 +49,24 @@ def build(part: recipe.Model, source: data.DataSet, weights: str | Path | None) 
     return model
 
 
-def threat(made: recipe.Recipe) -> float:
-    """The epsilon that a recipe evaluates at."""
-    return float(made.evaluate.epsilon or made.objective.get("epsilon", DEFAULT_EPSILON))
+def threat(made: recipe.Recipe) -> Ball:
+    """The ball that a recipe evaluates in: its objective's, unless the evaluation has an epsilon of its own."""
+    trained = made.objective
+    usual = trained.get("epsilon", DEFAULT.epsilon)
+    epsilon = usual if made.evaluate.epsilon is None else made.evaluate.epsilon
+    return Ball(epsilon, trained.get("norm", DEFAULT.norm))
 
 
-def attack_of(wish: str | Mapping[str, Any], epsilon: float) -> tuple[str, Any]:
-    """The name and the attack that a recipe or a flag asks for: by text at an epsilon, or with options of its own."""
+def attack_of(wish: str | Mapping[str, Any], ball: Ball) -> tuple[str, Any]:
+    """The name and the attack that a recipe or a flag asks for: by text within a ball, or with options of its own."""
     if isinstance(wish, str):
-        return wish, attacks.named(wish, epsilon=epsilon)
-    options = dict(wish)
-    name = "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in options.values())
-    return name, attacks.ATTACKS[options.pop("name")](**options)
+        return wish, attacks.named(wish, epsilon=ball.epsilon, norm=ball.norm)
+    options = {key: value for key, value in wish.items() if key != "name"}
+    words = [
+        wish["name"],
+        *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()),
+    ]
+    return ",".join(words), attacks.ATTACKS[wish["name"]](**options)
 
 
 def measure(
@@ -100,9 +107,9 @@ def measure_all(
     display: Quiet,
 ) -> list[dict[str, Any]]:
     """Natural accuracy, then accuracy under each attack."""
-    level = subject.epsilon if epsilon is None else epsilon
+    ball = subject.threat if epsilon is None else Ball(epsilon, subject.threat.norm)
     found = []
-    for name, attack in [("natural", None), *(attack_of(wish, level) for wish in wishes)]:
+    for name, attack in [("natural", None), *(attack_of(wish, ball) for wish in wishes)]:
         with display.counting(f"test {name}", examples or len(subject.data.test)):
             found.append(
                 measure(subject.model, subject.data, name, attack, examples=examples, seed=seed, progress=display.count)

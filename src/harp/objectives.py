@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits
+from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
 from harp.frozen import Logits, frozen
 
 # The published code of TRADES and MART starts the attack at normal noise of this size around the image.
@@ -32,7 +32,7 @@ class Natural:
 @dataclass(frozen=True, kw_only=True)
 class _Adversarial:
     epsilon: float = 8 / 255
-    step: float = 2 / 255
+    step: float | None = None  # a quarter of epsilon
     steps: int = 10
     norm: str = "linf"
     clean_statistics: bool = False
@@ -59,7 +59,7 @@ class _Adversarial:
         ball = Ball(self.epsilon, self.norm)
         with torch.no_grad(), frozen(model, x, fast=self.fast) as net:
             start = ball.project(x + _NOISE * torch.randn_like(x), x)
-            return ascend(net, x, start, loss(net, x), ball, self.step, self.steps)
+            return ascend(net, x, start, loss(net, x), ball, step_size(self.step, self.epsilon), self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,12 @@ class Data(_Part):
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None
 
+    @model_validator(mode="after")
+    def _share_or_count(self) -> Self:
+        if self.holdout == 1 or (self.holdout > 1 and self.holdout != int(self.holdout)):
+            raise ValueError(f"holdout {self.holdout:g}: give a share below 1, or a whole number of images above 1")
+        return self
+
 
 class _ForEveryModel(_Part):
     """What may be said of every model beside the options of its factory."""

@@ -10,6 +10,7 @@ on from its last state, bit for bit.
 import hashlib
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from harp import (
     engine,
     evaluate,
     masks,
+    models,
     objectives,
     pruners,
     training,
@@ -76,18 +78,21 @@ class Run:
         self.stop = Stop()
         self.data = data.load(recipe.data.name, data_dir, recipe.data.size)
         held = recipe.data.holdout
-        size = round(held * len(self.data.train)) if held < 1 else int(held)
-        self.train, self.held = data.holdout(self.data.train, size, derive(recipe.seed, "holdout"))
+        count = round(held * len(self.data.train)) if held < 1 else int(held)
+        self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
         self.units = Weights(self.model, **recipe.units.model_dump())
         self.contents = [self.data.fingerprint()]
-        if recipe.model.weights is not None:
-            self.contents.append(file_hash(Path(recipe.model.weights)))
+        files = [recipe.model.weights, models.source_file(recipe.model.name)]
+        self.contents += [file_hash(Path(file)) for file in files if file is not None]
+        if engine.resolve(recipe.precision) != "32-true":
+            self.contents.append(engine.resolve(recipe.precision))
         for stage in recipe.stages:
-            if "keep" in stage.pruner:
-                self.units.total(stage.pruner["keep"])
-        _check_writable(root)
+            if stage.pruner["name"] != "fixed":
+                self.pruner(stage, None)  # whatever is wrong with its options is said now, not after pre-training
+        size = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
+        _check_writable(root, 12 * size)  # a state and its successor: weights, latents, momentum, the best epoch so far
 
     def folder(self) -> Path:
         """Where the outcome goes."""
@@ -289,8 +294,13 @@ def _make_folder(path: Path) -> None:
         raise RecipeError(f"can't make the folder {path}: {error.strerror}") from error
 
 
-def _check_writable(root: Path) -> None:
-    """Refuse an output folder that can't be written before hours of work, without leaving anything in it."""
+def _check_writable(root: Path, needed: int) -> None:
+    """Refuse an output folder that can't take the results before hours of work, without leaving anything in it."""
     there = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise RecipeError(f"can't write to the output folder {root}: {there} is not a writable folder")
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise RecipeError(
+            f"the output folder {root} has {free / 1e6:.1f} MB free, this run needs {needed / 1e6:.1f} MB"
+        )

@@ -14,7 +14,7 @@ from harp.errors import ModelError
 from harp.models import external, resnet, small, vgg, wide_resnet
 from harp.normalize import Normalized
 
-__all__ = ["MODELS", "ModelEntry", "Normalized", "build", "usual"]
+__all__ = ["MODELS", "ModelEntry", "Normalized", "build", "source_file", "usual"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,12 @@ def usual(spec: str) -> tuple[int, tuple[int, int, int]]:
     if spec in MODELS:
         return MODELS[spec].classes, MODELS[spec].shape
     return _IMAGENET if spec.startswith(("torchvision:", "timm:")) else (10, (3, 32, 32))
+
+
+def source_file(spec: str) -> str | None:
+    """The Python file that a spec names, if it names one."""
+    path, colon, _ = spec.rpartition(":")
+    return path if colon and path.endswith(".py") else None
 
 
 def build(
