@@ -112,7 +112,8 @@ def test_recipes_that_begin_alike_share_their_pretraining(harp: Harp, tmp_path: 
 
 def test_prune_from_flags_with_a_model_and_weights_of_ones_own(harp: Harp, tmp_path: Path) -> None:
     source = "from torch import nn\ndef net(num_classes, in_channels):\n"
-    source += "    return nn.Sequential(nn.Flatten(), nn.Linear(64 * in_channels, 32), nn.ReLU(), nn.Linear(32, num_classes))\n"
+    source += "    layers = [nn.Flatten(), nn.Linear(64 * in_channels, 32), nn.ReLU(), nn.Linear(32, num_classes)]\n"
+    source += "    return nn.Sequential(*layers)\n"
     (tmp_path / "mine.py").write_text(source)
     code, _, err = harp(
         "prune",

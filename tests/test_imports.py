@@ -10,7 +10,7 @@ import harp
 SOURCE = Path(harp.__file__).parent
 LAYERS = [
     {"errors", "seeds", "display"},
-    {"normalize", "readers", "frozen", "engine"},
+    {"files", "normalize", "readers", "frozen", "engine"},
     {"checkpoint", "split", "models"},
     {"keeper", "metrics", "masks", "sources"},
     {"units", "data", "attacks"},

@@ -185,8 +185,8 @@ def plan(
     from harp import presets, summary, survey
     from harp.display import Terminal
 
-    net = survey.model(model, data, data_dir, weights, classes, shape)
-    layers = survey.spread(net, strategy, presets.read_number("keep", keep), as_published=as_published)
+    subject = survey.Subject(model, data, data_dir, weights, classes, shape)
+    layers = survey.spread(subject.model(), strategy, presets.read_number("keep", keep), as_published=as_published)
     if as_json:
         typer.echo(json.dumps(layers, indent=2))
     else:
@@ -207,7 +207,7 @@ def doctor(
     from harp import survey
     from harp.display import Terminal
 
-    examination = survey.examination(model, data, data_dir, weights, classes, shape)
+    examination = survey.Subject(model, data, data_dir, weights, classes, shape).examination()
     if as_json:
         typer.echo(json.dumps(examination.as_dict(), indent=2))
     else:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harp import checkpoint
+from harp import files
 
 
 class MetricsFile:
@@ -25,7 +25,7 @@ class MetricsFile:
         """Add an epoch."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         earlier = [line for line in lines if json.loads(line)["epoch"] < record["epoch"]]
-        checkpoint.write_text(self.path, "\n".join([*earlier, json.dumps(record)]) + "\n")
+        files.write_text(self.path, "\n".join([*earlier, json.dumps(record)]) + "\n")
         if self.board is not None:
             for key, value in record.items():
                 if isinstance(value, float):

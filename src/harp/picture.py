@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harp import checkpoint
+from harp import files
 from harp.errors import MissingExtra
 
 # Okabe and Ito's palette: told apart by colour-blind eyes and in grey print.
@@ -24,7 +24,7 @@ def draw(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_layers(left, layers)
     _draw_epochs(right, stages)
-    with checkpoint.atomic(path) as temporary:
+    with files.atomic(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:], dpi=130)
 
 

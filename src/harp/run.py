@@ -28,6 +28,7 @@ from harp import (
     data,
     engine,
     evaluate,
+    files,
     masks,
     models,
     objectives,
@@ -84,8 +85,8 @@ class Run:
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
         self.units = Weights(self.model, **recipe.units.model_dump())
         self.contents = [self.data.fingerprint()]
-        files = [recipe.model.weights, models.source_file(recipe.model.name)]
-        self.contents += [file_hash(Path(file)) for file in files if file is not None]
+        read = [recipe.model.weights, models.source_file(recipe.model.name)]
+        self.contents += [file_hash(Path(file)) for file in read if file is not None]
         if engine.resolve(recipe.precision) != "32-true":
             self.contents.append(engine.resolve(recipe.precision))
         for stage in recipe.stages:
@@ -170,7 +171,7 @@ class Run:
         if self.fabric.is_global_zero:
             pruned = stage.pruner["name"] != "dense"
             artefact.save(folder, self.model, fitted.masks if pruned else None, pruner.total)
-            checkpoint.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+            files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {
                 "stage": stage.name,
                 "epochs": stage.epochs,
@@ -178,7 +179,7 @@ class Run:
                 **pruner.metrics(),
             }
             facts |= {"seconds": round(time.monotonic() - began, 1), "history": fitted.history}
-            checkpoint.write_json(folder / "stage.json", facts)
+            files.write_json(folder / "stage.json", facts)
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()
         self.fabric.barrier()
@@ -243,7 +244,7 @@ class Run:
             )
         if self.fabric.is_global_zero:
             _make_folder(folder)
-            checkpoint.write_json(path, result)
+            files.write_json(path, result)
         return result
 
     def _counted(self, done: int, total: int) -> None:
@@ -262,10 +263,10 @@ class Run:
         _make_folder(folder / "results")
         total = sum(self.units.sizes) if outcome.masks is None else masks.kept(outcome.masks)
         artefact.save(folder, self.model, outcome.masks, total)
-        checkpoint.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
         for result in outcome.results:
-            checkpoint.write_json(folder / "results" / f"{result['name']}.json", {"recipe": identity, **result})
+            files.write_json(folder / "results" / f"{result['name']}.json", {"recipe": identity, **result})
         stages = [str(self.stage_folder(number).relative_to(self.root)) for number in range(len(self.recipe.stages))]
         summary: dict[str, Any] = {
             "recipe": identity,
@@ -278,7 +279,7 @@ class Run:
             "dense": outcome.dense,
             "layers": artefact.layers(self.units, outcome.masks),
         }
-        checkpoint.write_json(folder / "summary.json", summary)
+        files.write_json(folder / "summary.json", summary)
 
 
 def file_hash(path: Path) -> str:

@@ -1,27 +1,61 @@
 """Looking at a model before any training: how a strategy would spread a budget, and a check-up."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harp import allocate, checkpoint, data, doctor, models
 from harp.errors import RecipeError
 from harp.units import Weights
 
 
-def model(
-    spec: str,
-    data_name: str | None,
-    data_dir: Path | None,
-    weights: Path | None,
-    classes: int | None,
-    shape: str | None,
-) -> nn.Module:
-    """The model that the flags describe."""
-    return _subject(spec, data_name, data_dir, weights, classes, shape)[0]
+@dataclass(frozen=True)
+class Subject:
+    """A model as flags describe it; classes and image shape are the data set's, as given, or the usual ones."""
+
+    spec: str
+    data_name: str | None = None
+    data_dir: Path | None = None
+    weights: Path | None = None
+    classes: int | None = None
+    shape: str | None = None
+
+    def source(self) -> data.DataSet | None:
+        """The data set, if one is named."""
+        return None if self.data_name is None else data.load(self.data_name, self.data_dir)
+
+    def kind(self, source: data.DataSet | None) -> tuple[int, tuple[int, int, int]]:
+        """The number of classes and the image shape."""
+        classes, shape = models.usual(self.spec) if source is None else (source.num_classes, source.shape)
+        return self.classes or classes, shape if self.shape is None else _parse_shape(self.shape)
+
+    def model(self, source: data.DataSet | None = None) -> nn.Module:
+        """The model, seeded, or with its weights."""
+        classes, shape = self.kind(self.source() if source is None else source)
+        torch.manual_seed(0)
+        net = models.build(self.spec, num_classes=classes, shape=shape)
+        if self.weights is not None:
+            checkpoint.load_weights(net, self.weights)
+        return net
+
+    def images(self, source: data.DataSet | None) -> tuple[Tensor, Tensor]:
+        """The first test images, or random ones where there is no data set."""
+        if source is not None:
+            images, labels = source.test.images[:64], source.test.labels[:64]
+            return images / 255 if images.dtype == torch.uint8 else images, labels
+        classes, shape = self.kind(source)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.rand(8, *shape, generator=generator)
+        return images, torch.randint(classes, (8,), generator=generator)
+
+    def examination(self) -> doctor.Examination:
+        """A check-up."""
+        source = self.source()
+        return doctor.examine(self.model(source), *self.images(source))
 
 
 def spread(net: nn.Module, strategy: str, keep: float, *, as_published: bool = False) -> list[dict[str, Any]]:
@@ -38,46 +72,6 @@ def spread(net: nn.Module, strategy: str, keep: float, *, as_published: bool = F
         counts = [round(count) for count in allocate.scale_to(wish, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
-
-
-def examination(
-    spec: str,
-    data_name: str | None,
-    data_dir: Path | None,
-    weights: Path | None,
-    classes: int | None,
-    shape: str | None,
-) -> doctor.Examination:
-    """A check-up on the first test images, or on random ones where there is no data set."""
-    net, source, (num_classes, image_shape) = _subject(spec, data_name, data_dir, weights, classes, shape)
-    if source is not None:
-        images, labels = source.test.images[:64], source.test.labels[:64]
-        images = images / 255 if images.dtype == torch.uint8 else images
-    else:
-        generator = torch.Generator().manual_seed(0)
-        images = torch.rand(8, *image_shape, generator=generator)
-        labels = torch.randint(num_classes, (8,), generator=generator)
-    return doctor.examine(net, images, labels)
-
-
-def _subject(
-    spec: str,
-    data_name: str | None,
-    data_dir: Path | None,
-    weights: Path | None,
-    classes: int | None,
-    shape: str | None,
-) -> tuple[nn.Module, data.DataSet | None, tuple[int, tuple[int, int, int]]]:
-    source = None if data_name is None else data.load(data_name, data_dir)
-    usual_classes, usual_shape = models.usual(spec)
-    if source is not None:
-        usual_classes, usual_shape = source.num_classes, source.shape
-    kind = (classes or usual_classes, usual_shape if shape is None else _parse_shape(shape))
-    torch.manual_seed(0)
-    net = models.build(spec, num_classes=kind[0], shape=kind[1])
-    if weights is not None:
-        checkpoint.load_weights(net, weights)
-    return net, source, kind
 
 
 def _parse_shape(text: str) -> tuple[int, int, int]:
