@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harp.checkpoint import load_tensors, save_state, save_tensors
 from harp.files import atomic, write_json, write_text
 from tests.test_checkpoint import only, refused
 
