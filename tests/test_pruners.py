@@ -284,6 +284,11 @@ def test_limits_are_kept_by_learned_rates() -> None:
     assert mask_ops.kept(pruner.masks()) == units.total(KEEP)
 
 
+def test_limits_do_not_hinder_dense_training() -> None:
+    model = cases.build("conv")
+    train(model, Dense(Weights(model, maximum={"*": 0.5})), 1)
+
+
 def test_writing_inside_autocast_is_refused() -> None:
     model = cases.build("conv")
     pruner = make("harp", model)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from harp import (
     artefact,
@@ -169,20 +169,20 @@ class Run:
                 fabric=self.fabric,
             )
         if self.fabric.is_global_zero:
-            pruned = stage.pruner["name"] != "dense"
-            artefact.save(folder, self.model, fitted.masks if pruned else None, pruner.total)
+            answer = None if stage.pruner["name"] == "dense" else fitted.masks
+            artefact.save(folder, self.model, answer, self.budget(number + 1))
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
-            facts = {
-                "stage": stage.name,
-                "epochs": stage.epochs,
-                "chosen_epoch": fitted.epoch,
-                **pruner.metrics(),
-            }
+            facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {"seconds": round(time.monotonic() - began, 1), "history": fitted.history}
             files.write_json(folder / "stage.json", facts)
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()
         self.fabric.barrier()
+
+    def budget(self, stages: int) -> int:
+        """How many weights the network may keep after so many stages: the last budget that one of them names."""
+        shares = [stage.pruner["keep"] for stage in self.recipe.stages[:stages] if "keep" in stage.pruner]
+        return self.units.total(shares[-1]) if shares else sum(self.units.sizes)
 
     def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
         """The stage's pruner on this run's model."""
@@ -201,13 +201,11 @@ class Run:
         return objectives.OBJECTIVES[options.pop("name")](**options)
 
     def optimizer(self, stage: Stage) -> Any:
-        """What makes the stage's optimiser."""
+        """What makes the stage's optimiser; None for the loop's own SGD."""
         settings = stage.optimizer
-        if settings.name == "adamw":
-            return lambda groups: AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
-        return lambda groups: SGD(
-            groups, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay
-        )
+        if settings.name == "sgd":
+            return None
+        return lambda groups: AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
 
     def criterion(self, objective: Any) -> str:
         """What the best epoch is chosen by."""
@@ -261,8 +259,7 @@ class Run:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""
         folder = outcome.folder
         _make_folder(folder / "results")
-        total = sum(self.units.sizes) if outcome.masks is None else masks.kept(outcome.masks)
-        artefact.save(folder, self.model, outcome.masks, total)
+        artefact.save(folder, self.model, outcome.masks, self.budget(len(self.recipe.stages)))
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
         for result in outcome.results:

@@ -40,14 +40,13 @@ class Plan:
 class Pruner(nn.Module):
     """Leave the weights alone: dense training. Also the base of every method.
 
-    The constructor's arguments after `units` are the method's options in a recipe.
+    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget.
     """
 
-    def __init__(self, units: Units, keep: float = 1.0) -> None:
+    def __init__(self, units: Units, total: int) -> None:
         super().__init__()
         self.units = units
-        self.keep = keep
-        self.total = units.total(keep)
+        self.total = total
         self._flags: dict[str, bool] = {}
 
     def trainable(self) -> list[ParameterGroup]:
@@ -126,14 +125,14 @@ class Dense(Pruner):
     """Train all weights, prune none."""
 
     def __init__(self, units: Units) -> None:
-        super().__init__(units)
+        super().__init__(units, sum(units.sizes))
 
 
 class Fixed(Pruner):
     """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser."""
 
     def __init__(self, units: Units, masks: Mapping[str, Tensor]) -> None:
-        super().__init__(units, _share(units, masks))
+        super().__init__(units, _count(units, masks))
         for i, name in enumerate(units.names):
             self.register_buffer(f"mask{i}", masks[name].to(units.weights[i].device, torch.bool))
 
@@ -167,7 +166,7 @@ class Latent(Pruner, ABC):
     dense: nn.ParameterList
 
     def __init__(self, units: Units, keep: float) -> None:
-        super().__init__(units, keep)
+        super().__init__(units, units.total(keep))
         self.dense = nn.ParameterList(nn.Parameter(w.detach().clone(), requires_grad=False) for w in units.weights)
 
     @abstractmethod
@@ -225,12 +224,12 @@ class Latent(Pruner, ABC):
             weight.copy_(torch.where(mask, dense, 0.0))
 
 
-def _share(units: Units, masks: Mapping[str, Tensor]) -> float:
-    """The keep rate of given masks, after checking that they fit the units."""
+def _count(units: Units, masks: Mapping[str, Tensor]) -> int:
+    """How many weights given masks keep, after checking that they fit the units."""
     for name, weight in zip(units.names, units.weights, strict=True):
         if name not in masks or masks[name].shape != weight.shape:
             raise ModelError(f"no mask of shape {tuple(weight.shape)} for {name!r}: masks of another model?")
     unknown = set(masks) - set(units.names)
     if unknown:
         raise ModelError(f"mask {min(unknown)!r} belongs to no prunable layer: masks of another model?")
-    return mask_ops.density({name: masks[name] for name in units.names})
+    return mask_ops.kept(masks)
