@@ -33,7 +33,9 @@ def _draw_layers(axes: Any, layers: Sequence[Mapping[str, Any]]) -> None:
     rows = range(len(layers))
     axes.barh(rows, rates, color=_BLUE, height=0.7)
     axes.set_xscale("log")
-    axes.set_xlim(right=400)
+    axes.set_xlim(left=min(rates) / 2, right=400)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.tick_params(labelsize=7)
     axes.set_yticks(rows, [layer["name"].removesuffix(".weight") for layer in layers], fontsize=7)
     axes.invert_yaxis()
     for row, (layer, rate) in enumerate(zip(layers, rates, strict=True)):
@@ -53,13 +55,14 @@ def _draw_epochs(axes: Any, stages: Mapping[str, Sequence[Mapping[str, Any]]]) -
     end = 0
     for name, history in stages.items():
         if history:
-            axes.text(end + 0.5 + len(history) / 2, 1, name, ha="center", fontsize=7, color=_GREY)
+            axes.text(end + 0.5 + len(history) / 2, 101, name, ha="center", fontsize=7, color="#555555")
             end += len(history)
             axes.axvline(end + 0.5, color=_GREY, linewidth=0.5)
     axes.set_ylim(0, 100)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("epoch", fontsize=8)
     axes.set_ylabel("accuracy on held-out images (%)", fontsize=8)
     axes.tick_params(labelsize=7)
     if records:
-        axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.06))
+        axes.legend(fontsize=7, frameon=False, loc="best")
     axes.spines[["top", "right"]].set_visible(False)
