@@ -54,3 +54,14 @@ def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     head = path.read_bytes()[:200]
     assert b"PNG" in head if suffix == "png" else b"<?xml" in head
     picture.draw(path, "nothing learned yet", LAYERS, {})
+
+
+def test_a_log_without_a_terminal_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    display = Terminal(Console(file=screen, force_terminal=False, width=160))
+    clock = iter([0.0, *(31.0 * tick for tick in range(1, 20))])
+    monkeypatch.setattr("harp.display.time.monotonic", lambda: next(clock))
+    with display.training("prune", epochs=1, steps=9):
+        for step in range(1, 5):
+            display.step({"epoch": 0, "step": step, "loss": 1.0})
+    assert screen.getvalue().count("step") == 2

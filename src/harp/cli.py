@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -280,7 +281,7 @@ def main() -> None:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
     except Interrupted as stop:
-        typer.echo(f"\n{stop}. Go on with the same command: {' '.join(['harp', *sys.argv[1:]])}", err=True)
+        typer.echo(f"\n{stop}. Go on with the same command: {shlex.join(['harp', *sys.argv[1:]])}", err=True)
         sys.exit(128 + stop.signal)
     except KeyboardInterrupt:
         typer.echo("\nstopped", err=True)

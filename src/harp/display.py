@@ -18,6 +18,8 @@ _SHOWN = {
     "robust": "robust {:.1%}",
 }
 
+_SILENCE = 60.0  # seconds after which a log without a terminal gets a line in the middle of an epoch
+
 
 class Quiet:
     """Show nothing: the base of every display."""
@@ -57,7 +59,7 @@ class Terminal(Quiet):
         self._task = TaskID(0)
         self._name, self._epochs, self._steps = "", 0, 0
         self._last: dict[str, Any] = {}
-        self._began = 0.0
+        self._began = self._said = 0.0
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
@@ -76,12 +78,14 @@ class Terminal(Quiet):
         done = record["epoch"] * self._steps + record["step"]
         if self._progress:
             self._progress.update(self._task, completed=done, numbers=self._numbers(record["epoch"] + 1))
+        elif time.monotonic() - self._said > _SILENCE:
+            self._line(f"{self._numbers(record['epoch'] + 1)}, step {record['step']}/{self._steps}")
 
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Where there is no terminal, print a line."""
         self._last |= record
         if not self.console.is_terminal:
-            self.note(f"{self._name}: {self._numbers(record['epoch'])}, {time.monotonic() - self._began:.0f} s")
+            self._line(self._numbers(record["epoch"]))
 
     @contextmanager
     def counting(self, name: str, total: int) -> Iterator[None]:
@@ -109,13 +113,17 @@ class Terminal(Quiet):
             console.width = 200  # a file or a pipe has no edge
         console.print(table)
 
+    def _line(self, text: str) -> None:
+        self._said = time.monotonic()
+        self.note(f"{self._name}: {text}, {self._said - self._began:.0f} s")
+
     def _numbers(self, epoch: int) -> str:
         known = [text.format(self._last[key]) for key, text in _SHOWN.items() if key in self._last]
         return ", ".join([f"epoch {epoch}/{self._epochs}", *known])
 
     @contextmanager
     def _bar(self, name: str, total: int, completed: int) -> Iterator[None]:
-        self._began = time.monotonic()
+        self._began = self._said = time.monotonic()
         if not self.console.is_terminal:
             yield
             return
