@@ -270,7 +270,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", default=10, type=_positive, help="steps of the attack (default: 10)")
     parser.add_argument("--repeats", default=3, type=_positive, help="how often each way is timed (default: 3)")
     parser.add_argument(
-        "--threads", default=1, type=_positive, help="of torch (default: 1; torch.sort never uses more than one)"
+        "--threads",
+        default=torch.get_num_threads(),
+        type=_positive,
+        help="of torch (default: all, as in a training; torch.sort never uses more than one)",
     )
     parser.add_argument("--width", type=_width, help="the network's width multiplier (tinynet, convnet: channels)")
     parser.add_argument(

@@ -8,8 +8,11 @@ from torch import nn
 
 from harp import models
 from harp.attacks import Pgd
-from harp.pruners import Harp, Hydra, Plan
-from harp.training import cosine
+from harp.batches import Batches
+from harp.data import load
+from harp.objectives import PgdTraining
+from harp.pruners import Dense, Harp, Hydra, Plan
+from harp.training import cosine, fit
 from harp.units import Weights
 from tests import cases
 from tests.reference import Twin
@@ -162,6 +165,25 @@ def test_without_a_task_the_rates_follow_the_closed_form() -> None:
     assert rates[8:13] == pytest.approx([rates[8]] * 5, rel=1e-6)
     assert rates[5] == pytest.approx(rates[6], rel=1e-6)
     assert sum(rates[i] * units.sizes[i] for i in range(16)) == pytest.approx(15_303, rel=2e-3)
+
+
+def test_equal_middle_layers_end_with_nearly_equal_rates() -> None:
+    """Trained on real images under attack: as in the paper's tables, only the first and last layers stand out."""
+    data = load("digits")
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(1, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(24, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 10))
+    units, batches = Weights(model), Batches(data.train, 64, seed=0)
+    objective = PgdTraining(epsilon=0.1, steps=2)
+    fit(model, batches, objective, Dense(units), epochs=2, lr=0.1)
+    pruner = Harp(units, keep=0.05)
+    fit(model, batches, objective, pruner, epochs=5, lr=0.1)
+    first, *middle, last = pruner.rates().tolist()
+    assert max(middle) / min(middle) < 1.25
+    assert first > 2 * max(middle)
+    assert last > 2 * max(middle)
 
 
 def test_the_paced_step_is_near_the_papers_at_the_papers_length() -> None:
