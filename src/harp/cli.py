@@ -58,6 +58,9 @@ def _root(
 @app.command()
 def demo(out: _Out = Path("runs"), changes: _Set = []) -> None:  # noqa: B006 (typer copies it)
     """Pre-train, prune to 1 % by HARP, fine-tune and attack a small network, in a few minutes on two cores."""
+    import torch
+
+    torch.set_num_threads(1)  # so small a network spends more on waking a second thread than it gains
     _run("demo", out, None, changes)
 
 
