@@ -98,13 +98,20 @@ def main() -> None:
     text, data = table(runs)
     print(f"Fashion-MNIST subset, {len(arguments.seeds)} seeds, mean ± 95 % interval:\n\n{text}\n")
     order = data["harp"]["robust"] > data["hydra"]["robust"] > data["magnitude"]["robust"]
-    wins = sum(_robust(runs, "harp", seed) > _robust(runs, "hydra", seed) for seed in arguments.seeds)
-    print(json.dumps({"order_holds": order, "harp_wins_seeds": wins, "methods": data, "runs": runs}))
+    pairs = {
+        f"{a} - {b}": paired(runs, a, b) for a, b in (("harp", "hydra"), ("hydra", "magnitude"), ("harp", "hydra-lamp"))
+    }
+    for name, pair in pairs.items():
+        print(f"{name}: {100 * pair['mean']:.1f} ± {100 * pair['half']:.1f} points, ahead on {pair['wins']} seeds")
+    print(json.dumps({"order_holds": order, "paired_robust": pairs, "methods": data, "runs": runs}))
 
 
-def _robust(runs: list[dict[str, Any]], method: str, seed: int) -> float:
-    value: float = next(r["robust"] for r in runs if (r["method"], r["seed"]) == (method, seed))
-    return value
+def paired(runs: list[dict[str, Any]], first: str, second: str) -> dict[str, float]:
+    """The difference in robust accuracy of two methods, seed by seed: they share the seed's pre-trained network."""
+    values = {(run["method"], run["seed"]): run["robust"] for run in runs}
+    differences = [values[first, seed] - values[second, seed] for method, seed in values if method == first]
+    mean, half = interval(differences)
+    return {"mean": mean, "half": half, "wins": sum(difference > 0 for difference in differences)}
 
 
 if __name__ == "__main__":
