@@ -66,6 +66,7 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
     recipe = write_recipe(tmp_path / "tiny.yaml")
     code, out, err = harp("run", recipe, "--set", "seed=3")
     assert code == 0, err
+    assert "HARP: γ grows by" in err
     (folder,) = Path("runs").glob("tiny-*")
     files = {path.name for path in folder.iterdir()}
     assert {"recipe.yaml", "model.safetensors", "masks.safetensors", "summary.json", "layers.png", "results"} <= files

@@ -52,7 +52,7 @@ def _root(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
 ) -> None:
-    logging.getLogger("harp").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    logging.getLogger("harp").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
 @app.command()
@@ -252,6 +252,7 @@ def _execute(
 
     fabric = launch(recipe.precision, accelerator, devices)
     display = Terminal() if fabric.is_global_zero else Quiet()
+    logging.getLogger("harp").disabled = not fabric.is_global_zero  # one voice is enough
     work = Run(recipe, out, data_dir=data_dir, display=display, fabric=fabric, minutes=minutes)
     outcome = work.execute()
     if not fabric.is_global_zero:
@@ -273,11 +274,20 @@ def _execute(
     typer.echo(f"artefact  {outcome.folder / 'model.safetensors'}")
 
 
+class _Log(logging.Handler):
+    """Print what the library logs to standard error as it is at that moment: a live bar puts itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, named by its level where that is more than news."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        print(f"{level}{record.getMessage()}", file=sys.stderr)
+
+
 def main() -> None:
     """The `harp` command: one line for what HARP raises on purpose, and exit codes that scripts can use."""
     # Spinning threads starve each other on a shared machine (40 times slower); must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("harp").handlers = [_Log()]
     try:
         app()
     except HarpError as error:

@@ -21,6 +21,7 @@ Departures from the authors' code:
 - the step of γ may follow from the length of the training, see `paced_step`; the paper's is 0.01 at 391 steps an epoch.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ from harp.masks import Masks
 from harp.pruners.base import ParameterGroup, Plan
 from harp.pruners.hydra import Hydra
 from harp.units import Units
+
+logger = logging.getLogger("harp")
 
 PAPER_STEP = 0.01
 
@@ -110,6 +113,9 @@ class Harp(Hydra):
         """Pace γ by the training ahead, unless its step is given; write the first weights."""
         if self.unpaced and plan is not None:
             self.step = self.gamma = self.paced_step(plan)
+            logger.info(
+                "HARP: γ grows by %g an epoch, paced by %d epochs of %d steps", self.step, plan.epochs, plan.steps
+            )
             self.unpaced = False  # a resumed training keeps the pace it has
         super().start(plan)
 
