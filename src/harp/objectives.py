@@ -5,6 +5,7 @@ An adversarial objective attacks `model` in eval mode, restores the modes it fou
 processes. The attack always runs on the bare model: it needs no gradient of a weight.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Natural:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Adversarial:
+class _Adversarial(ABC):
     epsilon: float = 8 / 255
     step: float | None = None  # a quarter of epsilon
     steps: int = 10
@@ -41,9 +42,9 @@ class _Adversarial:
     def __post_init__(self) -> None:
         Pgd(self.epsilon, self.step, self.steps, norm=self.norm)
 
+    @abstractmethod
     def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The images that the loss is computed on."""
-        raise NotImplementedError
 
     def _attacked(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits) -> Tensor:
         if self.clean_statistics:
