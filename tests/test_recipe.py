@@ -150,6 +150,8 @@ REFUSED = [
     ("stages=[]", "stages: List should have at least 1 item"),
     ("stages={}", "stages: Input should be a valid list"),
     ("data.holdout=0", "data.holdout: Input should be greater than 0"),
+    ("data.holdout=100%", "data: holdout 1: give a share below 1"),
+    ("data.holdout=50.5", "data: holdout 50.5: give a share below 1"),
     ("data.augment=maybe", "data.augment: Input should be a valid boolean (got 'maybe')"),
     ("data=fashion", "data: Input should be a valid dictionary"),
     ("seed=2020-01-01", "--set 'seed=2020-01-01' can't be read"),
@@ -314,7 +316,11 @@ recipes = st.fixed_dictionaries(
     {
         "name": names,
         "data": st.fixed_dictionaries(
-            {"name": st.just("digits")}, optional={"holdout": shares, "augment": st.booleans()}
+            {"name": st.just("digits")},
+            optional={
+                "holdout": shares.filter(lambda share: share < 1) | st.integers(2, 9999),
+                "augment": st.booleans(),
+            },
         ),
         "model": st.one_of(
             st.sampled_from(["convnet", "vgg16", "mine.py:net"]),

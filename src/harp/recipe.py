@@ -257,7 +257,8 @@ class Recipe(_Part):
 
     def to_yaml(self) -> str:
         """The recipe as it was resolved, defaults left out."""
-        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False, allow_unicode=True)
+        # Other letters are written as escapes: some of them are line breaks to YAML, and would come back as blanks.
+        return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
 class _Loader(yaml.SafeLoader):
