@@ -97,7 +97,7 @@ def prune(
     finetune: Annotated[int | None, typer.Option(help="Epochs of fine-tuning.")] = None,
     batch: Annotated[int, typer.Option(help="Images a batch.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    ignore: Annotated[list[str], typer.Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006
+    ignore: Annotated[list[str], typer.Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006 (same)
     changes: _Set = [],  # noqa: B006 (typer copies it)
     devices: _Devices = 1,
     accelerator: _Accelerator = "auto",
@@ -132,7 +132,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
     data_dir: _DataDir = None,
     weights: _Weights = None,
-    attack: Annotated[list[str], typer.Option(help="fgsm, pgd-STEPS, pgd-STEPSxRESTARTS, cw.")] = ["pgd-20"],  # noqa: B006
+    attack: Annotated[list[str], typer.Option(help="fgsm, pgd-STEPS, pgd-STEPSxRESTARTS, cw.")] = ["pgd-20"],  # noqa: B006 (same)
     epsilon: Annotated[str | None, typer.Option(help="Attack budget, like 8/255; default: the run's.")] = None,
     examples: Annotated[int | None, typer.Option(help="Test images, drawn by the seed; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack and the draw.")] = 0,
