@@ -17,9 +17,9 @@ from harp.sources.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
 from harp.sources.npz import Npz
 from harp.sources.source import Source
 from harp.sources.svhn import Svhn
-from harp.split import DataSet, Split, check_batch, holdout
+from harp.split import DataSet, Split, check_batch, draw, holdout
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Source", "Split", "check_batch", "holdout", "load"]
+__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Source", "Split", "check_batch", "draw", "holdout", "load"]
 
 DEFAULT_FOLDER = Path("data")
 """Where the files of a data set are looked for when no folder is given."""

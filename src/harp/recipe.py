@@ -140,6 +140,7 @@ class Data(_Part):
     name: str
     batch: Count = 128
     holdout: Positive = 0.1  # a share of the training set, or a count
+    train: Count | None = None  # images to train on, drawn by the seed with the old class mix; default: all that are left
     augment: Flag = True
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None

@@ -81,6 +81,8 @@ class Run:
         held = recipe.data.holdout
         count = round(held * len(self.data.train)) if held < 1 else int(held)
         self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
+        if recipe.data.train is not None:
+            self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
         self.units = Weights(self.model, **recipe.units.model_dump())

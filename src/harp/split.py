@@ -111,6 +111,13 @@ def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
     return split.select((~held).nonzero().flatten()), split.select(held.nonzero().flatten())
 
 
+def draw(split: Split, size: int, seed: int) -> Split:
+    """So many of the images, in the old order with the old class mix."""
+    if size > len(split):
+        raise DataError(f"{size} images to train on, but {len(split)} are left after the hold-out")
+    return split if size == len(split) else holdout(split, size, seed)[1]
+
+
 def check_batch(x: Tensor, y: Tensor, num_classes: int) -> None:
     """Raise `DataError` unless x is float in [0, 1] and y holds a class for each image."""
     if not x.is_floating_point():
