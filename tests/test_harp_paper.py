@@ -12,7 +12,8 @@ from harp.batches import Batches
 from harp.data import load
 from harp.objectives import PgdTraining
 from harp.pruners import Dense, Harp, Hydra, Plan
-from harp.training import cosine, fit
+from harp.schedules import cosine
+from harp.training import fit
 from harp.units import Weights
 from tests import cases
 from tests.reference import Twin

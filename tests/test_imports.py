@@ -10,13 +10,13 @@ import harp
 SOURCE = Path(harp.__file__).parent
 LAYERS = [
     {"errors", "seeds", "display"},
-    {"files", "normalize", "readers", "frozen", "engine"},
+    {"files", "normalize", "readers", "frozen", "engine", "schedules"},
     {"checkpoint", "split", "models"},
     {"keeper", "metrics", "masks", "sources"},
     {"units", "data", "attacks"},
     {"allocate", "batches", "objectives", "evaluate", "doctor", "artefact", "picture", "summary"},
     {"pruners"},
-    {"training", "recipe", "survey"},
+    {"training", "recipe", "survey", "pipeline"},
     {"assess", "presets", "catalogue"},
     {"run"},
     {"cli"},

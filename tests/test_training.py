@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader, Dataset
 from harp.errors import DataError, ModelError, RecipeError
 from harp.objectives import Natural, PgdTraining
 from harp.pruners import Dense, Fixed, Harp, Hydra, Magnitude
-from harp.training import constant, cosine, fit
+from harp.schedules import constant, cosine
+from harp.training import fit
 from harp.units import Weights
 from tests import cases
 from tests.test_pruners import Memory, Three

@@ -92,6 +92,9 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+READS_WEIGHTS = ("lamp", "global")
+"""The strategies that look at the weights, and so want trained ones."""
+
 WISHES: dict[str, Callable[[Units, int], Sequence[float]]] = {
     "uniform": lambda units, total: units.sizes,
     "erk": _dimensions,

@@ -11,10 +11,11 @@ from harp.masks import Masks
 from harp.units import Units
 
 
-def save(folder: Path, model: nn.Module, answer: Masks | None, total: int) -> None:
-    """Write the network and its masks, after checking once more that the budget is met to the weight."""
+def save(folder: Path, model: nn.Module, answer: Masks | None, total: int | None) -> None:
+    """Write the network and its masks, after checking once more that the budget (if there is one) is met exactly."""
     if answer is not None:
         kept, strays = masks.kept(answer), outside(model, answer)
+        total = kept if total is None else total
         if kept != total or strays:
             raise BudgetError(f"{kept:,} weights kept and {strays:,} outside the masks, but the budget is {total:,}")
         masks.save(folder / "masks.safetensors", answer)

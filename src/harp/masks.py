@@ -35,6 +35,16 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return mask.view(scores.shape)
 
 
+def at_random(where: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Mark exactly `k` of the entries that `where` allows, each set of k as likely as any other."""
+    allowed = where.detach().reshape(-1).nonzero().reshape(-1).cpu()
+    if not 0 <= k <= len(allowed):
+        raise ValueError(f"can't draw {k} of {len(allowed)} entries")
+    mask = torch.zeros(where.numel(), dtype=torch.bool)
+    mask[allowed[torch.randperm(len(allowed), generator=generator)[:k]]] = True
+    return mask.view(where.shape).to(where.device)
+
+
 def _kth_largest(flat: Tensor, k: int) -> float | Tensor:
     if flat.device.type != "cpu":
         return torch.kthvalue(flat, flat.numel() - k + 1).values

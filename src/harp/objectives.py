@@ -3,6 +3,9 @@
 An adversarial objective attacks `model` in eval mode, restores the modes it found, and computes the loss in them.
 `forward` is what the loss pass calls instead of the model, such as a wrapper that averages gradients over several
 processes. The attack always runs on the bare model: it needs no gradient of a weight.
+
+The two halves can be had apart, `attack(model, x, y)` and `loss(forward, x, x_adv, y)`: methods that ask for several
+losses at the same images attack once.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +28,17 @@ _NOISE = 0.001
 class Natural:
     """Ordinary training: the cross entropy of the images as they are."""
 
+    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The images as they are."""
+        return x
+
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The cross entropy."""
+        return F.cross_entropy(forward(x_adv), y)
+
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """The loss of a batch."""
-        return F.cross_entropy((forward or model)(x), y)
+        return self.loss(forward or model, x, x, y)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +57,17 @@ class _Adversarial(ABC):
     def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The images that the loss is computed on."""
 
-    def _attacked(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits) -> Tensor:
+    @abstractmethod
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The loss at images and their attacked twins."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch: attack, then compute it."""
+        forward = forward or model
         if self.clean_statistics:
             with torch.no_grad():
                 forward(x)
-        return self.attack(model, x, y)
+        return self.loss(forward, x, self.attack(model, x, y), y)
 
     def _near(self, model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Logits, Tensor], Any]) -> Tensor:
         """Ascend from normal noise around `x` the loss that `loss(net, x)` makes."""
@@ -78,10 +95,8 @@ class PgdTraining(_Adversarial):
         """The last iterate of PGD."""
         return Pgd(self.epsilon, self.step, self.steps, norm=self.norm, fast=self.fast)(model, x, y)
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        forward = forward or model
-        x_adv = self._attacked(model, x, y, forward)
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The cross entropy at the attacked images."""
         return F.cross_entropy(forward(x_adv), y)
 
 
@@ -113,10 +128,8 @@ class Trades(_Adversarial):
 
         return self._near(model, x, y, divergence)
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        forward = forward or model
-        x_adv = self._attacked(model, x, y, forward)
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The clean cross entropy and the divergence between the two answers."""
         clean, adversarial = forward(x), forward(x_adv)
         divergence = F.kl_div(adversarial.log_softmax(1), clean.log_softmax(1), reduction="batchmean", log_target=True)
         return F.cross_entropy(clean, y) + self.beta * divergence
@@ -142,10 +155,8 @@ class Mart(_Adversarial):
         """The images near `x` of a high cross entropy."""
         return self._near(model, x, y, lambda net, x: lambda z: F.cross_entropy(z, y, reduction="sum"))
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        forward = forward or model
-        x_adv = self._attacked(model, x, y, forward)
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The boosted cross entropy and the weighed divergence."""
         clean, adversarial = forward(x).log_softmax(1), forward(x_adv).log_softmax(1)
         rival = adversarial.exp().scatter(1, y[:, None], 0).amax(1)
         boosted = F.nll_loss(adversarial, y) - torch.log(1.0001 - rival + 1e-12).mean()

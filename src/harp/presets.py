@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+from harp import pipeline
 from harp.errors import RecipeError
-from harp.recipe import number
+from harp.pruners import PRUNERS
+from harp.recipe import number, unknown
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,16 @@ def recipe(
     pruner: dict[str, Any] = {"name": method, "keep": keep}
     if strategy is not None:
         pruner["initial_strategy" if method in ("harp", "harp-r") else "strategy"] = strategy
-    one_shot = method == "magnitude"  # nothing to learn: its pruning epochs go to fine-tuning, as is fair
-    stages = [
-        {"name": "pretrain", "pruner": "dense", "epochs": lengths[0]},
-        {"name": "prune", "pruner": pruner, "epochs": 0 if one_shot else lengths[1]},
-        {
-            "name": "finetune",
-            "pruner": "fixed",
-            "epochs": lengths[2] + (lengths[1] if one_shot else 0),
-            "optimizer": {"lr": 0.01},
-        },
-    ]
+    if method not in PRUNERS:
+        raise RecipeError(unknown("pruner", method, PRUNERS))
+    training = {"name": objective, **threat}
+    stages = pipeline.stages(
+        pruner,
+        [] if weights is not None else [{"name": "pretrain", "epochs": lengths[0]}],
+        {"name": "prune", "epochs": lengths[1]},
+        {"name": "finetune", "epochs": lengths[2], "optimizer": {"lr": 0.01}},
+        training,
+    )
     described: dict[str, Any] = {"name": model} if weights is None else {"name": model, "weights": weights}
     words = "".join(letter if letter.isalnum() else "-" for letter in f"{method}-{model.rpartition('/')[2]}-{keep}")
     return {
@@ -69,8 +70,8 @@ def recipe(
         "data": {"name": data, "batch": batch},
         "model": described,
         "units": {"ignore": ignore},
-        "objective": {"name": objective, **threat},
-        "stages": stages[1:] if weights is not None else stages,
+        "objective": training,
+        "stages": stages,
         "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
     }
 

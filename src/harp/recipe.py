@@ -28,13 +28,21 @@ from harp.errors import RecipeError
 from harp.models import MODELS
 from harp.objectives import OBJECTIVES
 from harp.pruners import PRUNERS
+from harp.schedules import SCHEDULES
 
 SHIPPED = Path(__file__).parent / "recipes"
 FORMAT = 1  # part of every hash: raise it when the same recipe would give another result
 
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
 _Table = Mapping[str, Callable[..., Any]]
-_SUPPLIED = ("units", "masks", "num_classes", "in_channels", "shape")  # arguments that the run knows, not options
+_SUPPLIED = (
+    "units",
+    "masks",
+    "seed",
+    "num_classes",
+    "in_channels",
+    "shape",
+)  # arguments that the run knows, not options
 
 
 def number(value: Any) -> Any:
@@ -140,7 +148,7 @@ class Data(_Part):
     name: str
     batch: Count = 128
     holdout: Positive = 0.1  # a share of the training set, or a count
-    train: Count | None = None  # images to train on, drawn by the seed with the old class mix; default: all that are left
+    train: Count | None = None  # images to train on, drawn by the seed; default: all that are left
     augment: Flag = True
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None
@@ -188,7 +196,9 @@ class Optimizer(_Part):
     lr: Positive = 0.1
     momentum: NotNegative = 0.9
     weight_decay: NotNegative = 5e-4
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Annotated[dict[str, Any], BeforeValidator(partial(_part, "schedule", SCHEDULES, build=True))] = {
+        "name": "cosine"
+    }
 
 
 class Stage(_Part):

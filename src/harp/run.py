@@ -8,10 +8,12 @@ on from its last state, bit for bit.
 """
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +44,9 @@ from harp.keeper import Keeper, Stop
 from harp.masks import Masks
 from harp.metrics import MetricsFile
 from harp.recipe import Recipe, Stage
+from harp.schedules import SCHEDULES
 from harp.seeds import derive
 from harp.units import Weights
-
-_SCHEDULES = {"cosine": training.cosine, "constant": training.constant}
 
 
 @dataclass
@@ -91,9 +92,11 @@ class Run:
         self.contents += [file_hash(Path(file)) for file in read if file is not None]
         if engine.resolve(recipe.precision) != "32-true":
             self.contents.append(engine.resolve(recipe.precision))
+        self.total: int | None = None  # the last budget that a stage names
         for stage in recipe.stages:
             if stage.pruner["name"] != "fixed":
-                self.pruner(stage, None)  # whatever is wrong with its options is said now, not after pre-training
+                pruner = self.pruner(stage, None)  # what is wrong with its options is said now, not after pre-training
+                self.total = pruner.total if "keep" in stage.pruner else self.total
         size = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
         _check_writable(root, 12 * size)  # a state and its successor: weights, latents, momentum, the best epoch so far
 
@@ -160,7 +163,7 @@ class Run:
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
                 optimizer=self.optimizer(stage),
-                schedule=_SCHEDULES[settings.schedule],
+                schedule=self.schedule(stage),
                 accumulate=stage.accumulate,
                 seed=seed,
                 validate=lambda: self.validate(objective),
@@ -172,7 +175,7 @@ class Run:
             )
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
-            artefact.save(folder, self.model, answer, self.budget(number + 1))
+            artefact.save(folder, self.model, answer, pruner.total)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {"seconds": round(time.monotonic() - began, 1), "history": fitted.history}
@@ -180,11 +183,6 @@ class Run:
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()
         self.fabric.barrier()
-
-    def budget(self, stages: int) -> int:
-        """How many weights the network may keep after so many stages: the last budget that one of them names."""
-        shares = [stage.pruner["keep"] for stage in self.recipe.stages[:stages] if "keep" in stage.pruner]
-        return self.units.total(shares[-1]) if shares else sum(self.units.sizes)
 
     def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
         """The stage's pruner on this run's model."""
@@ -195,12 +193,20 @@ class Run:
                     f"stage {stage.name!r}: 'fixed' keeps the masks of an earlier stage, and there is none"
                 )
             options["masks"] = before
-        return pruners.PRUNERS[stage.pruner["name"]](self.units, **options)
+        method = pruners.PRUNERS[stage.pruner["name"]]
+        if "seed" in inspect.signature(method).parameters:
+            options["seed"] = derive(self.recipe.seed, "pruner", self.recipe.stages.index(stage))
+        return method(self.units, **options)
 
     def objective(self, stage: Stage) -> Any:
         """The stage's objective."""
         options = dict(self.recipe.stage_objective(stage))
         return objectives.OBJECTIVES[options.pop("name")](**options)
+
+    def schedule(self, stage: Stage) -> Callable[[float], float]:
+        """The learning rate's factor over the stage."""
+        options = dict(stage.optimizer.schedule)
+        return SCHEDULES[options.pop("name")](**options)
 
     def optimizer(self, stage: Stage) -> Any:
         """What makes the stage's optimiser; None for the loop's own SGD."""
@@ -261,7 +267,7 @@ class Run:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""
         folder = outcome.folder
         _make_folder(folder / "results")
-        artefact.save(folder, self.model, outcome.masks, self.budget(len(self.recipe.stages)))
+        artefact.save(folder, self.model, outcome.masks, self.total)
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
         for result in outcome.results:

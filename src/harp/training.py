@@ -15,12 +15,12 @@ from harp.data import check_batch
 from harp.engine import launch
 from harp.errors import ModelError, RecipeError
 from harp.frozen import frozen
-from harp.pruners.base import Plan, Pruner
+from harp.pruners.base import Objective, Plan, Pruner
+from harp.schedules import cosine
 from harp.seeds import derive
 
 logger = logging.getLogger("harp")
 
-Objective = Callable[..., Tensor]
 Record = dict[str, Any]
 
 
@@ -57,16 +57,6 @@ class Fitted:
     masks: dict[str, Tensor]
     history: list[Record] = field(default_factory=list)
     epoch: int = 0
-
-
-def cosine(progress: float) -> float:
-    """The learning rate's factor falls from 1 to 0 along half a cosine, step by step."""
-    return 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def constant(progress: float) -> float:
-    """The learning rate stays."""
-    return 1.0
 
 
 def fit(
@@ -132,8 +122,9 @@ class _Training:
         accumulate: int,
         seed: int,
     ) -> None:
-        self.fabric, self.model, self.pruner, self.objective = fabric, model, pruner, objective
+        self.fabric, self.model, self.pruner, self.objective = fabric, model, pruner, pruner.wrap(objective)
         self.batches, self.plan, self.accumulate, self.seed = batches, plan, accumulate, seed
+        pruner.bind(optimizer)
         self.forward, self.optimizer = fabric.setup(model, optimizer)  # data parallelism and precision, only here
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.epoch = self.step = 0
@@ -212,8 +203,14 @@ class _Training:
             with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
                 with self.fabric.autocast():
                     loss = self.objective(self.model, part, labels, forward=self.forward) * (len(part) / len(x))
-                self.fabric.backward(loss)
+                if loss.requires_grad:  # a method may only look, and train nothing
+                    self.fabric.backward(loss)
             total += float(loss.detach())
+        if self.fabric.world_size > 1:  # latents that have gradients of their own are no part of the wrapped model
+            for latent in self.pruner.parameters():
+                if latent.grad is not None:
+                    torch.distributed.all_reduce(latent.grad)
+                    latent.grad /= self.fabric.world_size
         return total
 
     def end_epoch(self, validate: Callable[[], Mapping[str, float]] | None, select: str | None) -> Record:
@@ -227,6 +224,7 @@ class _Training:
             with self.pruner.exact():
                 record |= self.fabric.broadcast(dict(validate()) if self.fabric.is_global_zero else {})
                 self.keep_if_best(record, select)
+        self.pruner.observe(record)
         self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
         self.history.append(record)
         return record

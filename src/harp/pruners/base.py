@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from harp import masks as mask_ops
 from harp.errors import ModelError
 from harp.masks import Masks
+from harp.seeds import derive
 from harp.units import Units
 
 ParameterGroup = dict[str, Any]
+Objective = Callable[..., Tensor]  # (model, x, y, forward=None) -> loss; see `harp.objectives`
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -40,14 +42,32 @@ class Plan:
 class Pruner(nn.Module):
     """Leave the weights alone: dense training. Also the base of every method.
 
-    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget.
+    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget. One that
+    draws at random takes a `seed` too, which a recipe supplies.
     """
 
-    def __init__(self, units: Units, total: int) -> None:
+    # How a method's stages are laid out when methods are compared under one recipe.
+    from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
+    passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
+    finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
+
+    remembered: ClassVar[tuple[str, ...]] = ("draws",)  # plain attributes that `state_dict` must hold beside tensors
+
+    def __init__(self, units: Units, total: int, seed: int = 0) -> None:
         super().__init__()
         self.units = units
         self.total = total
+        self.seed, self.draws = seed, 0
+        self._optimizer: Optimizer | None = None
         self._flags: dict[str, bool] = {}
+
+    def wrap(self, objective: Objective) -> Objective:
+        """What is minimised, given the objective of the training; most methods leave it alone."""
+        return objective
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Get to know the optimiser that steps what this pruner learns."""
+        self._optimizer = optimizer
 
     def trainable(self) -> list[ParameterGroup]:
         """The parameter groups that the optimiser may step; sets `requires_grad` to match."""
@@ -65,6 +85,9 @@ class Pruner(nn.Module):
     def after_epoch(self) -> None:
         """Advance what changes by epoch."""
 
+    def observe(self, record: Mapping[str, Any]) -> None:
+        """See what the epoch came to: its mean loss and, where there is validation, its accuracies."""
+
     @property
     def ready(self) -> bool:
         """Whether the weights in force meet the budget closely enough for the epoch to be chosen."""
@@ -79,7 +102,14 @@ class Pruner(nn.Module):
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Let the model hold the answer's weights for a while: what is validated is what would be saved."""
-        yield
+        in_force = [weight.detach().clone() for weight in self.units.weights]
+        self.write(self.masks())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, value in zip(self.units.weights, in_force, strict=True):
+                    weight.copy_(value)
 
     def finish(self) -> Masks:
         """Leave the answer in the model, give its parameters back as they came, and return the masks."""
@@ -103,15 +133,49 @@ class Pruner(nn.Module):
 
         Call `after_epoch()` at the end of each epoch and `finish()` at the end.
         """
+        if type(self).wrap is not Pruner.wrap:
+            raise ModelError(
+                f"{type(self).__name__} has a loss of its own, which your loop does not know: use harp.fit"
+            )
         groups = self.trainable()
         optimizer.param_groups.clear()
         optimizer.state.clear()
         for group in groups:
             optimizer.add_param_group(group)
+        self.bind(optimizer)
         self.start()
         optimizer.register_step_pre_hook(lambda *_: self.after_backward())
         optimizer.register_step_post_hook(lambda *_: self.after_step())
         return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What `state_dict` must hold beside tensors."""
+        return {name: getattr(self, name) for name in self.remembered}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def generator(self) -> torch.Generator:
+        """Randomness on the host that depends on the seed and on how often it was asked for.
+
+        So it is the same on every rank, and after a resume.
+        """
+        self.draws += 1
+        return torch.Generator().manual_seed(derive(self.seed, "pruner", self.draws))
+
+    def momentum(self, parameter: nn.Parameter) -> Tensor:
+        """The optimiser's running mean of the parameter's gradients; zero before the first step."""
+        state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
+        found = next((state[key] for key in ("momentum_buffer", "exp_avg") if state.get(key) is not None), None)
+        return torch.zeros_like(parameter) if found is None else found
+
+    def forget(self, parameter: nn.Parameter, where: Tensor) -> None:
+        """Let the optimiser know nothing of the past of these entries."""
+        for value in {} if self._optimizer is None else self._optimizer.state.get(parameter, {}).values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value.masked_fill_(where, 0.0)
 
     def _train_only(self, chosen: Iterable[nn.Parameter]) -> None:
         """Ask gradients of these model parameters only, and remember how it was."""
@@ -152,6 +216,21 @@ class Fixed(Pruner):
 
     def after_step(self) -> None:
         """Zero what is outside the masks: an optimiser may move weights that have no gradient."""
+        self.write(self.masks())
+
+
+class Dynamic(Fixed):
+    """Train sparse from the first step, under masks that move: the base of dynamic sparse training."""
+
+    from_scratch = True
+
+    @torch.no_grad()
+    def move(self, masks: Mapping[str, Tensor]) -> None:
+        """Put other masks in force: what comes starts from zero, and the optimiser forgets what comes and goes."""
+        for i, (name, weight) in enumerate(zip(self.units.names, self.units.weights, strict=True)):
+            mask = self.get_buffer(f"mask{i}")
+            self.forget(weight, mask != masks[name])
+            mask.copy_(masks[name])
         self.write(self.masks())
 
 
@@ -203,15 +282,6 @@ class Latent(Pruner, ABC):
     def after_step(self) -> None:
         """Write the weights that the new latents give."""
         self.write(self.current())
-
-    @contextmanager
-    def exact(self) -> Iterator[None]:
-        """Hold the answer's weights for a while, then what was in force."""
-        self.write(self.masks())
-        try:
-            yield
-        finally:
-            self.write(self.current())
 
     @torch.no_grad()
     def write(self, masks: Masks) -> None:

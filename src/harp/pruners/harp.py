@@ -23,7 +23,6 @@ Departures from the authors' code:
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +49,8 @@ class Harp(Hydra):
         gamma_step: how much γ grows an epoch; None: paced by the length of the training (the paper's 0.01 if unknown).
         quota_lr, quota_momentum, quota_weight_decay: the quotas' own; None: the optimiser's.
     """
+
+    remembered = (*Hydra.remembered, "unpaced", "step", "epoch", "reached", "gamma")
 
     def __init__(
         self,
@@ -81,16 +82,6 @@ class Harp(Hydra):
         self.epoch = 1
         self.reached = False  # the target was met at the end of an epoch, and γ is frozen
         self.gamma = self.step
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What `state_dict` must hold beside tensors."""
-        names = ("unpaced", "step", "epoch", "reached", "gamma")
-        return {name: getattr(self, name) for name in names}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take it back."""
-        for name, value in state.items():
-            setattr(self, name, value)
 
     def rates(self) -> Tensor:
         """a = g(r), one a layer."""

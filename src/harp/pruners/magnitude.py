@@ -15,6 +15,8 @@ from harp.units import Units
 class Magnitude(Fixed):
     """Prune by magnitude at once; trained further, the masks stay."""
 
+    passes = 0
+
     def __init__(self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform") -> None:
         counts = allocate(strategy, units, units.total(keep))
         weights = zip(units.names, units.weights, counts, strict=True)

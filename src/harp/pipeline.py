@@ -1,0 +1,42 @@
+"""The stages that a method takes, laid out from lengths that all methods share.
+
+Fair is: the same epochs for everybody, spent as the method's paper spends them. A method that learns its masks prunes
+and fine-tunes a pre-trained network; one that finds them at once fine-tunes longer; one that trains sparse from random
+weights gets all epochs in one stage. The learning rates stay those of the stages that the epochs come from.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harp.allocate import READS_WEIGHTS
+from harp.pruners import PRUNERS
+
+_Stage = Mapping[str, Any]
+_THREAT = ("epsilon", "step", "steps", "norm")
+
+
+def stages(
+    pruner: Mapping[str, Any],
+    pretrain: Sequence[_Stage],
+    prune: _Stage,
+    finetune: _Stage,
+    objective: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Lay a method out: `pretrain`, `prune` and `finetune` are stages of a recipe whose pruners are not looked at.
+
+    `objective` is the recipe's: a method that fine-tunes by a loss of its own takes the threat from it.
+    """
+    method = PRUNERS[pruner["name"]]
+    dense = [{**stage, "pruner": "dense"} for stage in pretrain]
+    if method.from_scratch:
+        epochs = sum(stage["epochs"] for stage in (*pretrain, prune, finetune))
+        like = {key: value for key, value in (pretrain[-1] if pretrain else prune).items() if key != "objective"}
+        # Rates read off trained weights need them; the training then starts from random ones all the same.
+        before = dense if pruner.get("strategy") in READS_WEIGHTS else []
+        return [*before, {**like, "name": "train", "pruner": dict(pruner), "epochs": epochs}]
+    passes = prune["epochs"] if method.passes is None else min(method.passes, prune["epochs"])
+    last = {**finetune, "pruner": "fixed", "epochs": finetune["epochs"] + prune["epochs"] - passes}
+    if method.finetuning:
+        threat = {key: value for key, value in (objective or {}).items() if key in _THREAT}
+        last["objective"] = {**threat, **method.finetuning}
+    return [*dense, {**prune, "pruner": dict(pruner), "epochs": passes}, last]

@@ -1,0 +1,40 @@
+"""Schedules: the learning rate's factor as a function of progress from 0 to 1."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from harp.errors import RecipeError
+
+Shape = Callable[[float], float]
+
+
+def cosine(progress: float) -> float:
+    """The learning rate's factor falls from 1 to 0 along half a cosine, step by step."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def constant(progress: float) -> float:
+    """The learning rate stays."""
+    return 1.0
+
+
+def steps(at: Sequence[float] = (0.5, 0.75), factor: float = 0.1) -> Shape:
+    """The learning rate is multiplied by `factor` at each of these shares of the training."""
+    if list(at) != sorted(at) or not all(0 < share < 1 for share in at):
+        raise RecipeError(f"schedule steps at {list(at)}: give rising shares between 0 and 1")
+    return lambda progress: factor ** sum(progress >= share for share in at)
+
+
+def sawtooth(periods: float = 10.0) -> Shape:
+    """Within each period the learning rate falls to a tenth twice, then starts afresh: R-ADMM's."""
+    if periods < 1:
+        raise RecipeError(f"schedule sawtooth with {periods:g} periods: give at least 1")
+    return lambda progress: 0.1 ** int(3 * (progress * periods % 1))
+
+
+SCHEDULES: dict[str, Callable[..., Shape]] = {
+    "cosine": lambda: cosine,
+    "constant": lambda: constant,
+    "steps": steps,
+    "sawtooth": sawtooth,
+}
