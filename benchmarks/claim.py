@@ -11,9 +11,7 @@ The last line is one JSON object with every number, its mean and its 95 % interv
 
 import argparse
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -21,14 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from harp.confidence import interval
+
 METHODS = {
     "harp": "HARP",
     "hydra-lamp": "HYDRA + LAMP rates",
     "hydra": "HYDRA",
     "magnitude": "one-shot magnitude",
 }
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; no scipy for ten numbers.
-T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def run(method: str, seed: int, out: Path) -> dict[str, Any]:
@@ -56,14 +54,6 @@ def run(method: str, seed: int, out: Path) -> dict[str, Any]:
         "recipe": summary["recipe"],
         "seconds": round(time.monotonic() - began, 1),
     }
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, T.get(len(values) - 1, 2.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def table(runs: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:

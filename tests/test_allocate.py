@@ -188,3 +188,15 @@ def test_wrong_given_rates_are_named(rates: dict[str, float]) -> None:
 def test_unknown_strategy_lists_the_known() -> None:
     with pytest.raises(RecipeError, match="uniform, erk, lamp, global, igq"):
         allocate.allocate("erq", Weights(Layers([(2, 2)])), 2)
+
+
+@pytest.mark.parametrize(("keep", "share"), [(0.001, 0.2), (0.01, 4288 / 153028)])
+def test_boosted_ends_are_dense_or_take_a_fifth(keep: float, share: float) -> None:
+    units = Weights(models.build("vgg16", num_classes=10, shape=(3, 32, 32)))
+    total = units.total(keep)
+    counts = allocate.allocate("boosted", units, total)
+    assert sum(counts) == total
+    assert (counts[0] + counts[-1]) / total == pytest.approx(share, rel=1e-3)
+    middle = allocate.allocate("igq", units, total)[1:-1]
+    relative = [a / b for a, b in zip(counts[1:-1], middle, strict=True)]
+    assert max(relative) - min(relative) < 0.02  # the rest is spread by IGQ

@@ -141,7 +141,13 @@ def test_prune_from_flags_with_a_model_and_weights_of_ones_own(harp: Harp, tmp_p
 
 
 def test_listings(harp: Harp) -> None:
-    for what, expected in {"methods": "harp-r", "models": "vgg16", "data": "svhn", "recipes": "demo"}.items():
+    for what, expected in {
+        "methods": "harp-r",
+        "models": "vgg16",
+        "data": "svhn",
+        "recipes": "demo",
+        "studies": "digits",
+    }.items():
         code, out, _ = harp("list", what)
         assert code == 0 and expected in out
         code, out, _ = harp("list", what, "--json")
@@ -180,7 +186,7 @@ def test_doctor(harp: Harp, tmp_path: Path) -> None:
 
 def test_demo_help_and_version(harp: Harp) -> None:
     assert harp("--version")[1].startswith("harp 0.")
-    for words in ([], ["demo"], ["run"], ["prune"], ["evaluate"], ["list"], ["plan"], ["doctor"]):
+    for words in ([], ["demo"], ["run"], ["prune"], ["compare"], ["evaluate"], ["list"], ["plan"], ["doctor"]):
         code, out, _ = harp(*words, "--help")
         assert code == 0 and "Usage" in out
     code, _, err = harp("prun")

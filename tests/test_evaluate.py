@@ -2,6 +2,7 @@
 
 import copy
 import json
+import platform
 import random
 
 import pytest
@@ -134,7 +135,8 @@ def test_as_dict_says_what_the_number_depends_on() -> None:
     made = accuracy(undecided(images), images, labels, attack=attack, seed=7).as_dict()
     assert made["name"] == "pgd-3x2" and made["n"] == 10 and made["seed"] == 7
     assert made["attack"]["epsilon"] == 0.1 and made["attack"]["norm"] == "linf"
-    assert made["versions"] == {"harp": harp.__version__, "torch": torch.__version__}
+    versions = {"harp": harp.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert made["versions"] == versions
     assert json.loads(json.dumps(made)) == made
 
 

@@ -193,6 +193,14 @@ def test_convnet_by_width_and_depth():
     assert len(layers(build("convnet", num_classes=10, shape=(1, 8, 8), width=8, depth=6))) == 8
 
 
+@pytest.mark.parametrize(("name", "factors"), [("tinynet", (1, 2, 4, 4, 8)), ("convnet", (1, 2, 2, 2, 4))])
+@pytest.mark.parametrize("width", [0.01, 0.3, 1, 1.5, 2.25, 5])
+def test_small_networks_take_real_widths(name, factors, width):
+    model = build(name, num_classes=10, shape=(1, 8, 8), width=width)
+    found = [layer.weight.shape[0] for layer in layers(model).values()]
+    assert found == [*(max(1, round(factor * width)) for factor in factors), 10]
+
+
 # ---------------------------------------------------------------- normalisation
 
 
@@ -238,7 +246,9 @@ def test_values_that_make_no_sense():
     for width in (0, -1, float("nan"), float("inf"), "wide", True, None):
         assert "width" in refused("resnet18", width=width)
     assert "depth" in refused("convnet", depth=0)
-    assert "width" in refused("convnet", width=1.5)
+    for width in (0, -2, 0.0, float("nan"), float("inf"), "wide", True, None):
+        assert "number above 0" in refused("convnet", width=width)
+        assert "number above 0" in refused("tinynet", width=width)
     assert "at least 64x64, got 32x32" in refused("convnet", depth=12)
     assert "num_classes is 0" in refused("vgg8", num_classes=0)
     assert "shape is (32, 32)" in refused("vgg8", shape=(32, 32))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harp import assess, engine, models, pruners, recipe
+from harp import assess, engine, models, pruners, recipe, study
 from harp.masks import kept
 from harp.run import Run
 from harp.split import DataSet, Split
@@ -76,6 +76,9 @@ def test_committed_files_are_what_the_script_makes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     script = make_recipes()
     made = {name: script.text(content) for name, content in script.recipes().items()}
+    studies = {name: script.text(content) for name, content in script.studies().items()}
+    shipped = {name: path.read_text(encoding="utf-8") for name, path in study.shipped().items()}
+    assert studies == {name: content for name, content in shipped.items() if name != "digits"}
     there = {name: path.read_text(encoding="utf-8") for name, path in recipe.shipped().items() if name != "demo"}
     assert there == made
 
@@ -97,23 +100,52 @@ def test_what_is_shipped() -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("cifar10/", "svhn/"))])
 def test_settings_of_the_paper(name: str) -> None:
     made = recipe.load(name)
-    *_, pretrain, prune, finetune = made.stages
-    one_shot = prune.pruner["name"] == "magnitude"
-    assert (pretrain.epochs, prune.epochs, finetune.epochs) == ((100, 0, 120) if one_shot else (100, 20, 100))
-    assert [stage.optimizer.lr for stage in (pretrain, prune, finetune)] == [0.1, 0.1, 0.01]
+    warm_up = 10 if made.data.name == "svhn" else 0
+    assert sum(stage.epochs for stage in made.stages if stage.pruner["name"] != "dense") == (
+        220 if method(made).from_scratch else 120
+    )
+    assert [(s.name, s.epochs) for s in made.stages] == layout(method(made), made, warm_up)
+    rates = {"warmup": 0.1, "pretrain": 0.1, "prune": 0.1, "finetune": 0.01, "train": 0.1}
     for stage in made.stages:
         settings = stage.optimizer
+        assert settings.lr == rates[stage.name]
         assert (settings.name, settings.momentum, settings.weight_decay) == ("sgd", 0.9, 5e-4)
-        assert settings.schedule == "cosine"
-    assert prune.pruner["keep"] == (0.001 if name.endswith("99.9") else 0.01)
-    assert prune.pruner.get("gamma_step") == (0.01 if prune.pruner["name"] in ("harp", "harp-r") else None)
+        assert settings.schedule == {"name": "cosine"}
+    pruner = pruning(made).pruner
+    assert pruner["keep"] == (0.001 if name.endswith("99.9") else 0.01)
+    assert pruner.get("gamma_step") == (0.01 if pruner["name"] in ("harp", "harp-r") else None)
     assert (made.data.batch, made.data.holdout, made.data.augment) == (128, 5000, True)
-    objective = Run.objective(_Bare(made), prune)  # type: ignore[arg-type]
-    assert (objective.epsilon, objective.step, objective.steps) == (8 / 255, 2 / 255, 10)
-    assert getattr(objective, "beta", None) == {"pgd": None, "trades": 6, "mart": 5}[made.objective["name"]]
     assert (made.evaluate.attacks, made.evaluate.examples) == (["fgsm", "pgd-10", "pgd-20", "cw"], None)
-    warm_up = [(stage.epochs, stage.objective) for stage in made.stages[:-3]]
-    assert warm_up == ([(10, {"name": "natural"})] if made.data.name == "svhn" else [])
+    assert assess.threat(made).epsilon == 8 / 255
+    if made.objective["name"] != "natural":
+        objective = Run.objective(_Bare(made), pruning(made))  # type: ignore[arg-type]
+        assert (objective.epsilon, objective.step, objective.steps) == (8 / 255, 2 / 255, 10)
+        assert getattr(objective, "beta", None) == {"pgd": None, "trades": 6, "mart": 5}[made.objective["name"]]
+
+
+def pruning(made: recipe.Recipe) -> recipe.Stage:
+    """The stage that names the budget."""
+    return next(stage for stage in made.stages if "keep" in stage.pruner)
+
+
+def budget(units: Weights, part: dict[str, Any]) -> int:
+    """The integer that a pruner must meet; BCS-P's paper cuts where the others round."""
+    keep = part.get("keep", 1.0)
+    return int(keep * sum(units.sizes)) if part["name"] == "bcs-p" else units.total(keep)
+
+
+def method(made: recipe.Recipe) -> type[pruners.Pruner]:
+    return pruners.PRUNERS[pruning(made).pruner["name"]]
+
+
+def layout(kind: type[pruners.Pruner], made: recipe.Recipe, warm_up: int) -> list[tuple[str, int]]:
+    """The stages that a method should have, with their epochs."""
+    before = [("warmup", 10)] * (warm_up > 0) + [("pretrain", 100)]
+    if kind.from_scratch:
+        reads = pruning(made).pruner.get("strategy") in ("lamp", "global")
+        return (before if reads else []) + [("train", 220)]
+    passes = 20 if kind.passes is None else kind.passes
+    return [*before, ("prune", passes), ("finetune", 120 - passes)]
 
 
 class _Bare:
@@ -128,9 +160,10 @@ def test_pre_training_is_shared() -> None:
         made = recipe.load(name)
         dense = sum(stage.pruner["name"] == "dense" for stage in made.stages)
         kind = (made.data.name, made.model.name, made.objective["name"])
-        groups.setdefault(made.identity(dense), set()).add(kind)
+        if dense:  # sparse training from scratch has no use for it
+            groups.setdefault(made.identity(dense), set()).add(kind)
     assert all(len(kinds) == 1 for kinds in groups.values())
-    assert len(groups) == 2 * 2 * 3 + 3 + 1 + 1  # the paper's, fashion's objectives, digits, demo
+    assert len(groups) == 2 * 2 * 3 + 2 + 4 + 1 + 1  # the paper's, natural ones, fashion's objectives, digits, demo
     whole = [made.identity(len(made.stages)) for made in map(recipe.load, NAMES)]
     # HARP-S is HYDRA under another name, but a recipe can't know.
     assert len(set(whole)) == len(NAMES)
@@ -146,7 +179,7 @@ def test_pruner_fits_the_real_model(model: str, shape: tuple[int, int, int], par
     """It can be made on the network of real size, and its answer meets the budget to the weight."""
     units, options = real(model, shape), dict(part)
     pruner = pruners.PRUNERS[options.pop("name")](units, **options)
-    assert kept(pruner.masks()) == units.total(options.get("keep", 1.0))
+    assert kept(pruner.masks()) == budget(units, part)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,12 +198,13 @@ def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.Mon
     whole = recipe.load(name)
     changes = [f"stages.{n}.epochs=1" for n, stage in enumerate(whole.stages) if stage.epochs > 0]
     width = "0.125" if whole.model.name in ("vgg16", "resnet18") else "4"
-    made = recipe.load(name, [*SHORT, *changes, f"model.width={width}"])
+    short = [change for change in SHORT if whole.objective["name"] != "natural" or "objective" not in change]
+    made = recipe.load(name, [*short, *changes, f"model.width={width}"])
     run = Run(made, root, fabric=fabric)
     outcome = run.execute()
-    prune = next(stage for stage in made.stages if "keep" in stage.pruner)
     assert outcome.masks is not None
-    assert kept(outcome.masks) == run.units.total(prune.pruner["keep"])
+    assert kept(outcome.masks) == run.total
+    assert run.total == budget(run.units, pruning(made).pruner)
     assert [result["name"] for result in outcome.results] == ["natural"]
     histories = run.histories()
     assert [len(histories[stage.name]) for stage in made.stages] == [stage.epochs for stage in made.stages]

@@ -10,6 +10,8 @@ weights; here the rounding is by largest remainder, which gives the published in
 - `lamp`: Lee et al., "Layer-adaptive sparsity for the magnitude-based pruning", 2021.
 - `global_magnitude`: the largest weights of the whole network.
 - `igq`: ideal gas quotas (Chen et al., "Sparsity Winning Twice", 2022): k = n / (F n + 1).
+- `boosted`: IGQ, but the first and the last layer stay dense while they take at most a fifth of the budget. HARP's
+  published rates look like that: they spend 19 % of VGG16's budget at 99.9 %, 20 % of ResNet50's at 99 % on these two.
 - `given`: rates or counts by layer name.
 """
 
@@ -18,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from harp.errors import BudgetError, RecipeError
 from harp.units import Units
@@ -41,28 +44,52 @@ def igq(units: Units, total: int) -> list[int]:
     return nearest(_gas(units, total), units, total)
 
 
+def boosted(units: Units, total: int) -> list[int]:
+    """Keep the first and last layers dense within a fifth of the budget, and spread the rest by IGQ."""
+    return nearest(_boosted(units, total), units, total)
+
+
 def _dimensions(units: Units, total: int) -> list[float]:
     return [float(sum(weight.shape)) for weight in units.weights]
 
 
 def _gas(units: Units, total: int) -> list[float]:
-    sizes = np.array(units.sizes, dtype=np.float64)
+    return _ideal_gas(units, total, range(len(units.sizes)))
+
+
+def _ideal_gas(units: Units, total: float, layers: Sequence[int]) -> list[float]:
+    """IGQ over some of the layers."""
+    sizes, lower, upper = (np.array(values, dtype=np.float64)[list(layers)] for values in _limits(units))
     low, high = -40.0, 40.0  # log F
     for _ in range(200):
         middle = (low + high) / 2
         counts = sizes / (math.exp(middle) * sizes + 1)
-        low, high = (middle, high) if counts.clip(units.lower, units.upper).sum() > total else (low, middle)
+        low, high = (middle, high) if counts.clip(lower, upper).sum() > total else (low, middle)
     return [float(count) for count in sizes / (math.exp(high) * sizes + 1)]
+
+
+def _limits(units: Units) -> tuple[list[int], list[int], list[int]]:
+    return units.sizes, units.lower, units.upper
+
+
+def _boosted(units: Units, total: int) -> list[float]:
+    sizes = units.sizes
+    if len(sizes) < 3:
+        return _gas(units, total)
+    ends = sizes[0] + sizes[-1]
+    room = min(0.2 * total, float(ends))
+    middle = _ideal_gas(units, total - room, range(1, len(sizes) - 1))
+    return [room * sizes[0] / ends, *middle, room * sizes[-1] / ends]
 
 
 def lamp(units: Units, total: int) -> list[int]:
     """Keep the highest LAMP scores: w² over the sum of all squares in the layer that are at least as large."""
-    return _best([_lamp_scores(weight) for weight in _magnitudes(units)], units, total)
+    return best([_lamp_scores(weight) for weight in _magnitudes(units)], units.lower, units.upper, total)
 
 
 def global_magnitude(units: Units, total: int) -> list[int]:
     """Keep the largest weights of the whole network."""
-    return _best(_magnitudes(units), units, total)
+    return best(_magnitudes(units), units.lower, units.upper, total)
 
 
 def given(rates: Mapping[str, float]) -> Strategy:
@@ -89,6 +116,7 @@ STRATEGIES: dict[str, Strategy] = {
     "lamp": lamp,
     "global": global_magnitude,
     "igq": igq,
+    "boosted": boosted,
 }
 
 
@@ -99,6 +127,7 @@ WISHES: dict[str, Callable[[Units, int], Sequence[float]]] = {
     "uniform": lambda units, total: units.sizes,
     "erk": _dimensions,
     "igq": _gas,
+    "boosted": _boosted,
 }
 """The real-valued counts, up to a factor, of the strategies that have some."""
 
@@ -159,7 +188,7 @@ def round_to(counts: _Floats, units: Units, total: int) -> list[int]:
 
 
 def _magnitudes(units: Units) -> list[_Floats]:
-    return [weight.detach().abs().double().reshape(-1).cpu().numpy() for weight in units.weights]
+    return [flat(weight.detach().abs()) for weight in units.weights]
 
 
 def _lamp_scores(magnitudes: _Floats) -> _Floats:
@@ -172,19 +201,22 @@ def _lamp_scores(magnitudes: _Floats) -> _Floats:
     return np.asarray(np.divide(squares, tails, out=np.zeros_like(squares), where=tails > 0))
 
 
-def _best(scores: list[_Floats], units: Units, total: int) -> list[int]:
-    """Count per layer the `total` best scores of all layers, at least `lower` and at most `upper` of each."""
+def best(scores: Sequence[_Floats], lower: Sequence[int], upper: Sequence[int], total: int) -> list[int]:
+    """Count per layer the `total` best scores of all layers, within limits; of equal ones the first layer's."""
     candidates = []
-    for layer, low, high in zip(scores, units.lower, units.upper, strict=True):
-        best = np.sort(layer)[::-1][:high].copy()
-        best[:low] = np.inf
-        candidates.append(best)
+    for layer, low, high in zip(scores, lower, upper, strict=True):
+        highest = np.sort(layer)[::-1][:high].copy()
+        highest[:low] = np.inf
+        candidates.append(highest)
     everything = np.concatenate(candidates)
     threshold = np.partition(everything, len(everything) - total)[len(everything) - total]
     counts = [int((layer > threshold).sum()) for layer in candidates]
-    missing = total - sum(counts)
     for i, layer in enumerate(candidates):
-        extra = min(missing, int((layer == threshold).sum()))
-        counts[i] += extra
-        missing -= extra
+        counts[i] += min(total - sum(counts), int((layer == threshold).sum()))
     return counts
+
+
+def flat(tensor: Tensor) -> _Floats:
+    """A tensor's values as the functions here take them."""
+    values: _Floats = tensor.detach().double().reshape(-1).cpu().numpy()
+    return values

@@ -1,5 +1,8 @@
 """What there is to choose from, one line each."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import yaml
 
 from harp.data import DATASETS
@@ -7,6 +10,7 @@ from harp.errors import RecipeError
 from harp.models import MODELS
 from harp.pruners import PRUNERS
 from harp.recipe import shipped, unknown
+from harp.study import shipped as shipped_studies
 
 
 def rows(what: str) -> list[tuple[str, str]]:
@@ -35,8 +39,16 @@ def _data() -> list[tuple[str, str]]:
 
 
 def _recipes() -> list[tuple[str, str]]:
-    read = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in shipped().items()}
+    return _described(shipped())
+
+
+def _studies() -> list[tuple[str, str]]:
+    return _described(shipped_studies())
+
+
+def _described(found: Mapping[str, Path]) -> list[tuple[str, str]]:
+    read = {name: yaml.safe_load(path.read_text(encoding="utf-8")) for name, path in found.items()}
     return [(name, content.get("description", "")) for name, content in read.items()]
 
 
-_KINDS = {"methods": _methods, "models": _models, "data": _data, "recipes": _recipes}
+_KINDS = {"methods": _methods, "models": _models, "data": _data, "recipes": _recipes, "studies": _studies}

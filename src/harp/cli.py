@@ -127,6 +127,57 @@ def prune(
 
 
 @app.command()
+def compare(
+    study: Annotated[
+        str,
+        typer.Argument(
+            help="A study or a recipe: a YAML file or a shipped name (`harp list studies`, `list recipes`)."
+        ),
+    ],
+    methods: Annotated[
+        str | None, typer.Option(help="Like harp,hydra+lamp,harp:gamma_step=0.1,dense-small (`harp list methods`).")
+    ] = None,
+    keep: Annotated[str | None, typer.Option(help="Shares of the weights to keep, like 10%,1%,0.5%.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at a time; they share the machine's cores.")] = 1,
+    out: _Out = Path("runs"),
+    data_dir: _DataDir = None,
+    changes: _Set = [],  # noqa: B006 (typer copies it)
+    as_json: _Json = False,
+) -> None:
+    """Compare methods under one recipe: every method, budget and seed, then a table and a plot with intervals.
+
+    Example: harp compare fashion/harp-99 --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
+
+    NAME+STRATEGY spreads the budget by a strategy; NAME:option=value sets an option. `dense-small` is a dense network
+    with as many weights as the others keep. All train for the same epochs. Interrupted? The same command goes on.
+    """
+    from harp import standings
+    from harp import study as studies
+    from harp.compare import Comparison
+    from harp.display import Terminal
+    from harp.errors import MissingExtra
+
+    display = Terminal()
+    planned = studies.load(study, methods=methods, keep=keep, seeds=seeds, changes=changes)
+    comparison = Comparison(planned, out, data_dir=data_dir, display=display)
+    outcome = comparison.execute(jobs)
+    try:
+        comparison.draw(outcome)
+    except MissingExtra as error:
+        typer.echo(f"picture   none: {error}", err=True)
+    if as_json:
+        typer.echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
+    else:
+        for title, rows in standings.blocks(outcome["rows"], outcome["weights"]):
+            display.table(f"\n{title}", standings.columns(outcome["attack"]), rows)
+        typer.echo("\n" + "\n".join(standings.notes(outcome)))
+        typer.echo(f"files     {comparison.folder}")
+    if any(row["failed"] for row in outcome["rows"]):
+        raise typer.Exit(1)
+
+
+@app.command()
 def evaluate(
     target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp prune`.")],
     data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
@@ -156,10 +207,10 @@ def evaluate(
 
 @app.command("list")
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, models, data or recipes.")],
+    what: Annotated[str, typer.Argument(help="methods, models, data, recipes or studies.")],
     as_json: _Json = False,
 ) -> None:
-    """List the methods, models, data sets or recipes that HARP knows."""
+    """List the methods, models, data sets, recipes or studies that HARP knows."""
     from harp import catalogue
     from harp.display import Terminal
 

@@ -46,6 +46,17 @@ class Quiet:
     def count(self, done: int, total: int) -> None:
         """Show how many examples are done."""
 
+    @contextmanager
+    def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:
+        """Show work on so many runs, some of which were done before."""
+        yield
+
+    def works(self, running: Sequence[str]) -> None:
+        """Show which runs are under way."""
+
+    def worked(self, name: str, failure: str | None, running: Sequence[str]) -> None:
+        """Show that a run has ended, well or not."""
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show a table; the first column is text, the others are numbers."""
 
@@ -60,6 +71,7 @@ class Terminal(Quiet):
         self._name, self._epochs, self._steps = "", 0, 0
         self._last: dict[str, Any] = {}
         self._began = self._said = 0.0
+        self._total = self._done = self._here = 0  # runs: all, done, done here
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
@@ -97,6 +109,32 @@ class Terminal(Quiet):
         """Move the bar."""
         if self._progress:
             self._progress.update(self._task, completed=done, total=total)
+
+    @contextmanager
+    def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:
+        """Show a bar over runs."""
+        self._name, self._total, self._done, self._here = name, total, done, 0
+        with self._bar(name, total, done):
+            yield
+
+    def works(self, running: Sequence[str]) -> None:
+        """Name what is under way beside the bar."""
+        if self._progress:
+            shown = ", ".join(running[:3]) + ("" if len(running) <= 3 else f" and {len(running) - 3} more")
+            self._progress.update(self._task, completed=self._done, numbers=f"{shown}{self._left()}")
+
+    def worked(self, name: str, failure: str | None, running: Sequence[str]) -> None:
+        """Move the bar; where there is no terminal, or if the run failed, print a line."""
+        self._done, self._here = self._done + 1, self._here + 1
+        self.works(running)
+        if failure is not None or not self.console.is_terminal:
+            self.note(f"{self._name} {self._done}/{self._total}: {name}, {failure or 'done'}{self._left()}")
+
+    def _left(self) -> str:
+        if not self._here or self._done == self._total:
+            return ""
+        seconds = (time.monotonic() - self._began) / self._here * (self._total - self._done)
+        return f", about {duration(seconds)} left"
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table to standard output: it is the result. Names and numbers stay whole, other text may wrap."""
@@ -141,6 +179,13 @@ class Terminal(Quiet):
             finally:
                 self._progress.refresh()
                 self._progress = None
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def bar(share: float, width: int = 20) -> str:

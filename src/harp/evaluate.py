@@ -1,6 +1,7 @@
 """Accuracy, clean and under attack: numbers that carry what they depend on."""
 
 import math
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -82,7 +83,11 @@ class Score:
             "correct": list(self.correct),
             "totals": list(self.totals),
             **self.protocol,
-            "versions": {"harp": harp.__version__, "torch": str(torch.__version__)},
+            "versions": {
+                "harp": harp.__version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
         }
 
 

@@ -7,10 +7,16 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from harp.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 StrPath = str | os.PathLike[str]
 
@@ -111,6 +117,52 @@ def write_bytes(path: StrPath, data: bytes | memoryview) -> None:
     """Write bytes, atomically."""
     with atomic(path) as temporary, temporary.open("xb") as file:
         file.write(data)
+
+
+@contextlib.contextmanager
+def lock(path: StrPath, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Be the only process that is in a block of this path; `waiting` is called again and again while another one is.
+
+    The lock ends with the process, however that ends. There is none on Windows and where a file system has no locks.
+    """
+    descriptor = None if fcntl is None else _take(Path(path), waiting)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # while it is held: who opened it meanwhile sees that it is gone and opens it anew
+            os.close(descriptor)
+
+
+def _take(path: Path, waiting: Callable[[], None]) -> int:
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise CheckpointError(f"can't write {path}: {reason(error)}") from error
+        try:
+            while not _locked(descriptor):
+                waiting()
+                time.sleep(0.2)  # asked now and then and not waited for, so that Ctrl-C is heard in between
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # the one who held it has removed it: what is locked now is not what others will find
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks
+    return True
 
 
 def _finite(value: object) -> object:

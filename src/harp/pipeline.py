@@ -6,9 +6,10 @@ weights gets all epochs in one stage. The learning rates stay those of the stage
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from harp.allocate import READS_WEIGHTS
+from harp.errors import RecipeError
 from harp.pruners import PRUNERS
 
 _Stage = Mapping[str, Any]
@@ -40,3 +41,28 @@ def stages(
         threat = {key: value for key, value in (objective or {}).items() if key in _THREAT}
         last["objective"] = {**threat, **method.finetuning}
     return [*dense, {**prune, "pruner": dict(pruner), "epochs": passes}, last]
+
+
+class Parts(NamedTuple):
+    """The three parts of a recipe that prunes a pre-trained network."""
+
+    pretrain: list[_Stage]
+    prune: _Stage
+    finetune: _Stage
+
+    def dense(self) -> list[dict[str, Any]]:
+        """The stages of a network that is trained dense for all the epochs, at the pre-training's settings."""
+        *earlier, last = self.pretrain or [self.prune]
+        epochs = last["epochs"] + self.finetune["epochs"] + (self.prune["epochs"] if self.pretrain else 0)
+        return [{**stage, "pruner": "dense"} for stage in (*earlier, {**last, "name": "train", "epochs": epochs})]
+
+
+def parts(stages: Sequence[_Stage]) -> Parts:
+    """Take a recipe's stages apart: dense ones, then one that prunes, then one that keeps its masks."""
+    names = [stage["pruner"]["name"] for stage in stages]
+    if len(names) < 2 or names[-1] != "fixed" or names[-2] in ("dense", "fixed") or {*names[:-2]} - {"dense"}:
+        raise RecipeError(
+            f"the stages' pruners are {', '.join(names)}: to compare methods they must be dense ones, one that prunes, "
+            "and `fixed`, as in `fashion/harp-99`"
+        )
+    return Parts(list(stages[:-2]), stages[-2], stages[-1])

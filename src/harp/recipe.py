@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from harp.allocate import STRATEGIES
 from harp.attacks import ATTACKS, named
@@ -75,6 +84,7 @@ NotNegative = Annotated[Number, Field(ge=0)]
 Positive = Annotated[Number, Field(gt=0)]
 Share = Annotated[Positive, Field(le=1)]
 Whole = Annotated[int, Field(strict=True)]
+WholeIfWhole = Annotated[Number, AfterValidator(lambda x: int(x) if x == int(x) else x)]  # hashes tell 4 from 4.0
 Count = Annotated[Whole, Field(ge=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]  # it becomes part of a folder's name
@@ -82,7 +92,13 @@ Strategy = Annotated[str | dict[str, Number], BeforeValidator(_strategy)]
 
 # What arguments may be, where their annotation says less. Pruners check it when they get their model; this is earlier.
 _BY_NAME = {"keep": Share, "initial_rate": Share, "strategy": Strategy, "initial_strategy": Strategy}
-_BY_TYPE: dict[Any, Any] = {float: Number, float | None: Number | None, int: Whole, bool: Flag}
+_BY_TYPE: dict[Any, Any] = {
+    float: Number,
+    float | None: Number | None,
+    int: Whole,
+    int | float: WholeIfWhole,
+    bool: Flag,
+}
 
 
 class _Part(BaseModel):
@@ -284,7 +300,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _read(text: str | Path, where: str) -> Any:
+def read(text: str | Path, where: str) -> Any:
     """Plain data from YAML: no dates or sets, and what anchors share is apart, so that one can be changed alone."""
     try:
         found = yaml.load(text if isinstance(text, str) else text.read_text(encoding="utf-8"), _Loader)
@@ -303,7 +319,7 @@ def load(source: str | Path, changes: Sequence[str] = ()) -> Recipe:
     path = Path(source) if Path(source).is_file() else shipped().get(str(source))
     if path is None:
         raise RecipeError(f"no recipe file {source}, and " + unknown("shipped recipe", str(source), shipped()))
-    content = _read(path, str(path))
+    content = read(path, str(path))
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is no recipe: it must be a mapping with data, model and stages")
     return parse({"name": path.stem, **content}, changes)
@@ -337,7 +353,7 @@ def _change(content: dict[str, Any], change: str) -> None:
         place = next((i for i, x in items if key == str(i) or (isinstance(x, dict) and x.get("name") == key)), None)
         if place is None:
             raise RecipeError(f"--set {change!r}: there is no {key!r} to set")
-    node[place] = _read(text, f"--set {change!r}")
+    node[place] = read(text, f"--set {change!r}")
 
 
 def _one_line(error: ValidationError) -> str:

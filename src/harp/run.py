@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,7 @@ class Run:
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
         self.units = Weights(self.model, **recipe.units.model_dump())
-        self.contents = [self.data.fingerprint()]
-        read = [recipe.model.weights, models.source_file(recipe.model.name)]
-        self.contents += [file_hash(Path(file)) for file in read if file is not None]
-        if engine.resolve(recipe.precision) != "32-true":
-            self.contents.append(engine.resolve(recipe.precision))
+        self.contents = contents(recipe, self.data)
         self.total: int | None = None  # the last budget that a stage names
         for stage in recipe.stages:
             if stage.pruner["name"] != "fixed":
@@ -102,7 +99,7 @@ class Run:
 
     def folder(self) -> Path:
         """Where the outcome goes."""
-        return self.root / f"{self.recipe.name}-{self.recipe.identity(len(self.recipe.stages), *self.contents)}"
+        return self.root / folder_name(self.recipe, self.contents)
 
     def stage_folder(self, number: int) -> Path:
         """Where a stage's files go; number -1 is the network before the first stage."""
@@ -127,13 +124,36 @@ class Run:
     def stage(self, number: int, stage: Stage, before: Masks | None) -> Masks | None:
         """Do one stage, or take its result if it was done; the model then holds it."""
         folder = self.stage_folder(number)
-        if not (folder / "stage.json").exists():
-            self.train_stage(number, stage, before, folder)
-        else:
+        if self._finished(folder) or not self._train_alone(number, stage, before, folder):
             self.display.note(f"{stage.name}: done before, taken from {folder}")
             checkpoint.load_weights(self.model, folder / "model.safetensors")
         path = folder / "masks.safetensors"
         return masks.load(path) if path.exists() else None
+
+    def _finished(self, folder: Path) -> bool:
+        """Whether a stage is done; all ranks agree with rank 0."""
+        return bool(self.fabric.broadcast((folder / "stage.json").exists()))
+
+    def _train_alone(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> bool:
+        """Train a stage, unless another process is at it and finishes it first; whether it was trained here."""
+        with ExitStack() as held:
+            if self.fabric.is_global_zero:
+                held.enter_context(files.lock(folder.with_name(f"{folder.name}.lock"), self._waiting(stage)))
+            if self._finished(folder):
+                return False
+            self.train_stage(number, stage, before, folder)
+        return True
+
+    def _waiting(self, stage: Stage) -> Callable[[], None]:
+        said = iter([f"{stage.name}: another process is training it, waiting for that"])
+
+        def wait() -> None:
+            for text in said:
+                self.display.note(text)
+            if self.stop.signal is not None:
+                raise Interrupted("stopped while waiting for another process; nothing is lost", self.stop.signal)
+
+        return wait
 
     def train_stage(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> None:
         """Train a stage from where it stands and write its result."""
@@ -267,6 +287,7 @@ class Run:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""
         folder = outcome.folder
         _make_folder(folder / "results")
+        (folder / "summary.json").unlink(missing_ok=True)  # it is there only if all beside it belongs to it
         artefact.save(folder, self.model, outcome.masks, self.total)
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
@@ -285,6 +306,19 @@ class Run:
             "layers": artefact.layers(self.units, outcome.masks),
         }
         files.write_json(folder / "summary.json", summary)
+
+
+def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
+    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
+    read = [recipe.model.weights, models.source_file(recipe.model.name)]
+    found = [source.fingerprint(), *(file_hash(Path(file)) for file in read if file is not None)]
+    precision = engine.resolve(recipe.precision)
+    return found if precision == "32-true" else [*found, precision]
+
+
+def folder_name(recipe: Recipe, contents: Sequence[str]) -> str:
+    """The name of the folder that a run's outcome goes to."""
+    return f"{recipe.name}-{recipe.identity(len(recipe.stages), *contents)}"
 
 
 def file_hash(path: Path) -> str:

@@ -1,5 +1,7 @@
 """Networks small enough to train robustly on a CPU."""
 
+import math
+
 from torch import Tensor, nn
 
 from harp.errors import ModelError
@@ -25,28 +27,28 @@ class ConvNet(nn.Module):
     """`depth` 3x3 convolutions with batch norm, a pooling after every second one, and two linear layers.
 
     `width` is the channel count of the first convolution; the others have twice and the hidden linear layer
-    has four times as many. The first linear layer is sized for images of `shape`.
+    has four times as many, rounded. The first linear layer is sized for images of `shape`.
     """
 
-    def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int, depth: int) -> None:
+    def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int | float, depth: int) -> None:
         super().__init__()
-        for name, value in (("width", width), ("depth", depth)):
-            if type(value) is not int or value < 1:
-                raise ModelError(f"convnet's {name} is {value!r}; it must be a whole number from 1 up")
+        first, others, hidden = _channels("convnet", width, (1, 2, 4))
+        if type(depth) is not int or depth < 1:
+            raise ModelError(f"convnet's depth is {depth!r}; it must be a whole number from 1 up")
         channels, height, breadth = shape
         side = 2 ** (depth // 2)
         if min(height, breadth) < side:
             raise ModelError(f"convnet of depth {depth} needs images of at least {side}x{side}, got {height}x{breadth}")
         layers: list[nn.Module] = []
         for index in range(depth):
-            out = 2 * width if index else width
+            out = others if index else first
             layers += [nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
             if index % 2:
                 layers.append(nn.MaxPool2d(2))
             channels = out
         self.features = nn.Sequential(*layers)
-        hidden = nn.Linear(channels * (height // side) * (breadth // side), 4 * width)
-        self.classifier = nn.Sequential(hidden, nn.ReLU(), nn.Linear(4 * width, num_classes))
+        inputs = channels * (height // side) * (breadth // side)
+        self.classifier = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits of a batch of images."""
@@ -55,7 +57,7 @@ class ConvNet(nn.Module):
 
 
 def convnet(
-    num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int = 32, depth: int = 4
+    num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int | float = 32, depth: int = 4
 ) -> ConvNet:
     """The plain network for small grey images: conv32-conv64-pool-conv64-conv64-pool-fc128-fc."""
     return ConvNet(num_classes, shape, width, depth)
@@ -68,18 +70,17 @@ class TinyNet(nn.Module):
     laptop train it against an attack in seconds an epoch.
     """
 
-    def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int) -> None:
+    def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int | float) -> None:
         super().__init__()
-        if type(width) is not int or width < 1:
-            raise ModelError(f"tinynet's width is {width!r}; it must be a whole number from 1 up")
+        first, second, third, hidden = _channels("tinynet", width, (1, 2, 4, 8))
         channels, height, breadth = shape
         layers: list[nn.Module] = []
-        for out, stride in ((width, 2), (2 * width, 2), (4 * width, 1), (4 * width, 2)):
+        for out, stride in ((first, 2), (second, 2), (third, 1), (third, 2)):
             layers += [nn.Conv2d(channels, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
             channels, height, breadth = out, -(-height // stride), -(-breadth // stride)
         self.features = nn.Sequential(*layers)
-        hidden = nn.Linear(channels * height * breadth, 8 * width)
-        self.classifier = nn.Sequential(hidden, nn.ReLU(), nn.Linear(8 * width, num_classes))
+        inputs = channels * height * breadth
+        self.classifier = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits of a batch of images."""
@@ -87,6 +88,13 @@ class TinyNet(nn.Module):
         return logits
 
 
-def tinynet(num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int = 16) -> TinyNet:
+def tinynet(num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int | float = 16) -> TinyNet:
     """The quickest network to train robustly on a CPU: conv16/2-conv32/2-conv64-conv64/2-fc128-fc."""
     return TinyNet(num_classes, shape, width)
+
+
+def _channels(name: str, width: int | float, factors: tuple[int, ...]) -> list[int]:
+    """The channel counts of a network whose `width` is the channels of its first convolution."""
+    if isinstance(width, bool) or not isinstance(width, (int, float)) or not 0 < width < math.inf:
+        raise ModelError(f"{name}'s width is {width!r}; it must be a number above 0: the first convolution's channels")
+    return [max(1, round(factor * width)) for factor in factors]

@@ -51,13 +51,14 @@ class Pruner(nn.Module):
     passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
 
-    remembered: ClassVar[tuple[str, ...]] = ("draws",)  # plain attributes that `state_dict` must hold beside tensors
+    # Plain attributes that `state_dict` must hold beside tensors.
+    remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")
 
     def __init__(self, units: Units, total: int, seed: int = 0) -> None:
         super().__init__()
         self.units = units
         self.total = total
-        self.seed, self.draws = seed, 0
+        self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
         self._flags: dict[str, bool] = {}
 
@@ -133,10 +134,8 @@ class Pruner(nn.Module):
 
         Call `after_epoch()` at the end of each epoch and `finish()` at the end.
         """
-        if type(self).wrap is not Pruner.wrap:
-            raise ModelError(
-                f"{type(self).__name__} has a loss of its own, which your loop does not know: use harp.fit"
-            )
+        if self.wrap(_unknown_loss) is not _unknown_loss:
+            raise ModelError(f"{type(self).__name__} changes the loss, which your own loop does not know: use harp.fit")
         groups = self.trainable()
         optimizer.param_groups.clear()
         optimizer.state.clear()
@@ -164,6 +163,20 @@ class Pruner(nn.Module):
         """
         self.draws += 1
         return torch.Generator().manual_seed(derive(self.seed, "pruner", self.draws))
+
+    def reset(self) -> None:
+        """Start from random weights: every module that can draws its own afresh, once in a training.
+
+        The draws are the same on every rank. Bare parameters, such as class tokens, belong to nobody who could.
+        """
+        if self.was_reset:
+            return
+        model, self.was_reset = self.units.model, True
+        with torch.random.fork_rng({p.device for p in model.parameters() if p.device.type == "cuda"}):
+            torch.manual_seed(self.generator().initial_seed())
+            for module in reversed(list(model.modules())):  # who holds others has the last word on them
+                for name in ("reset_parameters", "_reset_parameters"):  # attention calls its own by the second name
+                    getattr(module, name, _nothing)()
 
     def momentum(self, parameter: nn.Parameter) -> Tensor:
         """The optimiser's running mean of the parameter's gradients; zero before the first step."""
@@ -195,28 +208,32 @@ class Dense(Pruner):
 class Fixed(Pruner):
     """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser."""
 
-    def __init__(self, units: Units, masks: Mapping[str, Tensor]) -> None:
-        super().__init__(units, _count(units, masks))
+    def __init__(self, units: Units, masks: Mapping[str, Tensor], seed: int = 0) -> None:
+        super().__init__(units, _count(units, masks), seed)
         for i, name in enumerate(units.names):
             self.register_buffer(f"mask{i}", masks[name].to(units.weights[i].device, torch.bool))
 
-    def masks(self) -> Masks:
-        """The masks as given."""
+    def current(self) -> Masks:
+        """The masks in force."""
         return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+
+    def masks(self) -> Masks:
+        """The same."""
+        return self.current()
 
     def start(self, plan: Plan | None = None) -> None:
         """Zero what is outside the masks."""
-        self.write(self.masks())
+        self.write(self.current())
 
     def after_backward(self) -> None:
         """Drop the gradients outside the masks, so that momentum never learns of them."""
-        for weight, mask in zip(self.units.weights, self.masks().values(), strict=True):
+        for weight, mask in zip(self.units.weights, self.current().values(), strict=True):
             if weight.grad is not None:
                 weight.grad.masked_fill_(~mask, 0.0)
 
     def after_step(self) -> None:
         """Zero what is outside the masks: an optimiser may move weights that have no gradient."""
-        self.write(self.masks())
+        self.write(self.current())
 
 
 class Dynamic(Fixed):
@@ -231,7 +248,7 @@ class Dynamic(Fixed):
             mask = self.get_buffer(f"mask{i}")
             self.forget(weight, mask != masks[name])
             mask.copy_(masks[name])
-        self.write(self.masks())
+        self.write(self.current())
 
 
 class Latent(Pruner, ABC):
@@ -292,6 +309,24 @@ class Latent(Pruner, ABC):
                     "weights written inside autocast, whose cache would keep the old ones: write outside it"
                 )
             weight.copy_(torch.where(mask, dense, 0.0))
+
+
+def random_masks(units: Units, counts: Iterable[int], seed: int) -> Masks:
+    """Masks that keep so many weights of each layer, drawn at random."""
+    generator = torch.Generator().manual_seed(derive(seed, "masks"))
+    layers = zip(units.names, units.weights, counts, strict=True)
+    return {
+        name: mask_ops.at_random(torch.ones_like(w, dtype=torch.bool), count, generator) for name, w, count in layers
+    }
+
+
+def _nothing() -> None:
+    """Stand in for a method that a module does not have."""
+
+
+def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+    """The loss of somebody's own loop, which is not known here."""
+    raise NotImplementedError
 
 
 def _count(units: Units, masks: Mapping[str, Tensor]) -> int:

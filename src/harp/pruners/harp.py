@@ -48,6 +48,7 @@ class Harp(Hydra):
         initial_strategy: the strategy that the quotas start from.
         gamma_step: how much γ grows an epoch; None: paced by the length of the training (the paper's 0.01 if unknown).
         quota_lr, quota_momentum, quota_weight_decay: the quotas' own; None: the optimiser's.
+        sharpness: the radius of S2AP; 0 is HARP as published.
     """
 
     remembered = (*Hydra.remembered, "unpaced", "step", "epoch", "reached", "gamma")
@@ -62,6 +63,7 @@ class Harp(Hydra):
         quota_lr: float | None = None,
         quota_momentum: float | None = None,
         quota_weight_decay: float | None = None,
+        sharpness: float = 0.0,
     ) -> None:
         if not 0 < initial_rate <= 1:
             raise RecipeError(f"initial_rate {initial_rate:.6g}: give a share above 0 and at most 1")
@@ -69,7 +71,7 @@ class Harp(Hydra):
             raise RecipeError(
                 f"gamma_step {gamma_step:.6g}: give a positive number, or none to pace it by the training"
             )
-        super().__init__(units, keep)
+        super().__init__(units, keep, sharpness=sharpness)
         self._options = {"lr": quota_lr, "momentum": quota_momentum, "weight_decay": quota_weight_decay}
         share = self.total / sum(units.sizes)
         # Rates are a dozen scalars, read on the host at every step: they live there, in float64, since
@@ -95,10 +97,6 @@ class Harp(Hydra):
         """The scores, and the quotas as a group of their own."""
         own = {key: value for key, value in self._options.items() if value is not None}
         return [{"params": self.learned_scores()}, {"params": [self.quotas], **own}]
-
-    def learned_scores(self) -> list[nn.Parameter]:
-        """The scores that are learned: all."""
-        return list(self.scores)
 
     def start(self, plan: Plan | None = None) -> None:
         """Pace γ by the training ahead, unless its step is given; write the first weights."""
@@ -204,5 +202,5 @@ class HarpScores(Hydra):
     The authors' released code never sets its quotas in this mode and so runs at a density of 0.73.
     """
 
-    def __init__(self, units: Units, keep: float) -> None:
-        super().__init__(units, keep)
+    def __init__(self, units: Units, keep: float, sharpness: float = 0.0) -> None:
+        super().__init__(units, keep, sharpness=sharpness)

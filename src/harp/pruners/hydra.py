@@ -9,7 +9,8 @@ Every weight w has a score s; a layer keeps the k weights of largest |s| (M = ma
 
 Departures from the authors' code: a layer's count comes from an exact integer allocation instead of ceil(rate · n),
 so that the whole network meets its budget to the weight; masks are found once per optimiser step instead of in every
-forward pass (scores do not change in between); the loss is whatever objective the training uses.
+forward pass (scores do not change in between); the loss is whatever objective the training uses. `sharpness` is the
+radius of S2AP, a later paper's addition: see `s2ap.py`; 0 is HYDRA as published.
 """
 
 import math
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from harp.allocate import allocate
+from harp.errors import RecipeError
 from harp.masks import Masks, top_k
-from harp.pruners.base import Latent, ParameterGroup
+from harp.pruners.base import Latent, Objective, ParameterGroup
+from harp.pruners.s2ap import SharpnessAware
 from harp.units import Units
 
 
@@ -29,14 +32,57 @@ class Hydra(Latent):
 
     scores: nn.ParameterList
 
-    def __init__(self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform") -> None:
+    def __init__(
+        self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform", sharpness: float = 0.0
+    ) -> None:
         super().__init__(units, keep)
         self.counts = allocate(strategy, units, self.total)
         self.scores = nn.ParameterList(nn.Parameter(initial_scores(weight)) for weight in units.weights)
+        self.sharpness = sharpness
+        self._unperturbed: list[Tensor] = []
+        if not 0 <= sharpness < math.inf:
+            raise RecipeError(f"sharpness {sharpness:.6g}: give S2AP's radius, like 0.01, or 0 for none")
+        if sharpness and not self.learned_scores():
+            raise RecipeError(f"sharpness {sharpness:.6g}: {type(self).__name__} learns no scores that it could act on")
+
+    def learned_scores(self) -> list[nn.Parameter]:
+        """The scores that are learned: all."""
+        return list(self.scores)
 
     def latents(self) -> list[ParameterGroup]:
         """The scores."""
-        return [{"params": list(self.scores)}]
+        return [{"params": self.learned_scores()}]
+
+    def wrap(self, objective: Objective) -> Objective:
+        """With S2AP, the loss at the worst scores near the current ones."""
+        return SharpnessAware(self, objective) if self.sharpness else objective
+
+    @property
+    def prunable(self) -> list[nn.Parameter]:
+        """The weights."""
+        return self.units.weights
+
+    @torch.no_grad()
+    def perturb(self, gradients: list[Tensor | None]) -> None:
+        """Move each layer's scores by `sharpness` times their norm along their gradient, for one pass."""
+        self._restore()
+        self._unperturbed = [score.detach().clone() for score in self.scores]
+        for score, dense, gradient in zip(self.scores, self.dense, gradients, strict=True):
+            if gradient is not None:
+                slope = gradient * dense * score.sign()
+                score.add_(slope, alpha=self.sharpness * float(score.norm() / slope.norm().clamp_min(1e-12)))
+        self.write(self.current())
+
+    def after_backward(self) -> None:
+        """Pull the gradients back where they were taken, then leave the perturbed scores."""
+        super().after_backward()
+        self._restore()
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for score, value in zip(self.scores, self._unperturbed, strict=bool(self._unperturbed)):
+            score.copy_(value)
+        self._unperturbed = []
 
     def current(self) -> Masks:
         """Top |s| of each layer at its count."""

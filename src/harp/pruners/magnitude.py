@@ -1,7 +1,13 @@
-"""Least weight magnitude (LWM): the baseline of every pruning paper.
+"""Pruning by magnitude, once: the baselines of every pruning paper.
 
-Keep the largest weights of each layer, once, and fine-tune. How many a layer keeps is any strategy's: `lamp` gives
-the pruning method of Lee et al. (2021) in one shot, `global` plain global magnitude pruning.
+Keep the largest weights of each layer and fine-tune. How many a layer keeps is the methods' only difference: one rate
+for all (least weight magnitude, LWM), the largest weights of the whole network, or the rates of
+
+    ERK    Evci et al., "Rigging the Lottery: Making All Tickets Winners", ICML 2020
+    LAMP   Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning", ICLR 2021
+
+Departures: LAMP's authors prune in rounds of 20 % with training in between, and ERK belongs to a sparse training; here
+both are one-shot rates on a trained network, as HARP's paper compares them.
 """
 
 from collections.abc import Mapping
@@ -13,7 +19,7 @@ from harp.units import Units
 
 
 class Magnitude(Fixed):
-    """Prune by magnitude at once; trained further, the masks stay."""
+    """LWM: prune by magnitude at once, at a strategy's rates; trained further, the masks stay."""
 
     passes = 0
 
@@ -21,3 +27,24 @@ class Magnitude(Fixed):
         counts = allocate(strategy, units, units.total(keep))
         weights = zip(units.names, units.weights, counts, strict=True)
         super().__init__(units, {name: top_k(weight.detach().abs(), count) for name, weight, count in weights})
+
+
+class GlobalMagnitude(Magnitude):
+    """Keep the largest weights of the whole network."""
+
+    def __init__(self, units: Units, keep: float) -> None:
+        super().__init__(units, keep, "global")
+
+
+class Erk(Magnitude):
+    """Prune by magnitude at ERK's rates."""
+
+    def __init__(self, units: Units, keep: float) -> None:
+        super().__init__(units, keep, "erk")
+
+
+class Lamp(Magnitude):
+    """LAMP: keep the weights that matter most relative to those of their layer that are at least as large."""
+
+    def __init__(self, units: Units, keep: float) -> None:
+        super().__init__(units, keep, "lamp")

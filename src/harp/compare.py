@@ -1,0 +1,208 @@
+"""Comparing methods: every run of a study in a process of its own, then tables and a picture from the runs' files.
+
+    ROOT/compare-<study>-<hash>/   table.md results.json robust.png robust.svg recipes/*.yaml logs/*.log
+
+The runs are ordinary ones in ROOT: they share stages, go on where they stopped, and serve other studies too.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from harp import __version__, assess, data, files, picture, pipeline, run, slim, standings, summary, workers
+from harp.display import Quiet
+from harp.errors import RecipeError
+from harp.pruners import PRUNERS
+from harp.recipe import Recipe, parse
+from harp.study import DENSE, SMALL, Method, Study, slug
+from harp.units import Weights
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run of the comparison."""
+
+    name: str
+    method: str  # its label
+    keep: float | None  # None: the dense network that others begin with
+    recipe: Recipe
+    folder: Path
+    after: str | None = None  # the entry that trains what this one begins with
+
+    def finished(self) -> bool:
+        """Whether its outcome is there, measured as this recipe wants it."""
+        recipe = self.folder / "recipe.yaml"
+        return (self.folder / "summary.json").exists() and recipe.read_text("utf-8") == self.recipe.to_yaml()
+
+    def shared(self) -> int:
+        """How many of its first stages are pre-training for others too."""
+        dense = list(takewhile(lambda stage: stage.pruner["name"] == "dense", self.recipe.stages))
+        return len(dense) if len(dense) < len(self.recipe.stages) else 0
+
+    def epochs(self) -> list[int]:
+        """The epochs of pre-training and of each stage after it."""
+        lengths, shared = [stage.epochs for stage in self.recipe.stages], self.shared()
+        return [sum(lengths[:shared]), *lengths[shared:]] if shared else [sum(lengths)]
+
+
+class Comparison:
+    """A study with its data and model: every run's recipe is made and checked before anything runs."""
+
+    def __init__(self, study: Study, root: Path, *, data_dir: Path | None = None, display: Quiet | None = None) -> None:
+        base = study.recipe
+        self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
+        if not base.evaluate.attacks:
+            raise RecipeError("evaluate.attacks is empty: methods are compared by the accuracy under its last attack")
+        self.attack = assess.attack_of(base.evaluate.attacks[-1], assess.threat(base))[0]
+        self.content = base.model_dump(mode="json", exclude_defaults=True)
+        self.parts = pipeline.parts(self.content["stages"])
+        if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
+            raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
+        self.data = data.load(base.data.name, data_dir, base.data.size)
+        self.units = Weights(assess.build(base.model, self.data, base.model.weights), **base.units.model_dump())
+        self.size = sum(self.units.sizes)
+        self.contents = run.contents(base, self.data)
+        self.entries = self._entries()
+        text = json.dumps([(entry.folder.name, entry.recipe.to_yaml()) for entry in self.entries])
+        self.folder = root / f"compare-{study.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+    def _entries(self) -> list[Entry]:
+        """The pre-trainings that are needed, then the runs seed by seed, so that early seeds can be looked at soon."""
+        planned = [(method, keep) for keep in self.study.keep for method in self.study.methods if method.name != DENSE]
+        stages = [(method.label, keep, *self._planned(method, keep)) for method, keep in planned]
+        first: list[Entry] = []
+        runs: list[Entry] = []
+        for seed in self.study.seeds:
+            made = [self._entry(label, keep, seed, laid_out, model) for label, keep, laid_out, model in stages]
+            needed = any(entry.shared() for entry in made) or DENSE in [method.name for method in self.study.methods]
+            if needed and self.parts.pretrain:
+                dense = [{**stage, "pruner": "dense"} for stage in self.parts.pretrain]
+                first.append(self._entry(DENSE, None, seed, dense, self.content["model"]))
+            runs += [entry if not entry.shared() else _follow(entry, first[-1].name) for entry in made]
+        return [*first, *runs]
+
+    def _planned(self, method: Method, keep: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The stages and the model of a method at a budget, checked as far as that is possible without training."""
+        total = self.units.total(keep)
+        if method.name == SMALL:
+            return self.parts.dense(), slim.part(self.study.recipe, slim.width(self.study.recipe, self.data, total))
+        pruner, kind = method.pruner(keep), PRUNERS[method.name]
+        kind(self.units, **{key: value for key, value in pruner.items() if key != "name"})
+        if not self.parts.prune["epochs"] and kind.passes is None and not kind.from_scratch:
+            raise RecipeError(f"{method.label} learns what to prune, but the recipe's stage for that has 0 epochs")
+        return pipeline.stages(pruner, *self.parts, self.content.get("objective")), self.content["model"]
+
+    def _entry(
+        self, label: str, keep: float | None, seed: int, stages: Sequence[dict[str, Any]], model: dict[str, Any]
+    ) -> Entry:
+        sparsity = "" if keep is None else f"-{100 * (1 - keep):.10g}"
+        name = f"{self.study.name}-{slug(label)}{sparsity}"
+        content = {**self.content, "name": name, "description": "", "seed": seed, "stages": stages, "model": model}
+        made = parse(content)
+        same = made.model.weights == self.study.recipe.model.weights
+        contents = self.contents if same else run.contents(made, self.data)
+        return Entry(f"{name}-seed{seed}", label, keep, made, self.root / run.folder_name(made, contents))
+
+    def execute(self, jobs: int = 1, start: workers.Start | None = None) -> dict[str, Any]:
+        """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that."""
+        if jobs < 1:
+            raise RecipeError(f"jobs {jobs}: give at least 1")
+        entries = {entry.name: entry for entry in self.entries}
+        for entry in self.entries:
+            files.write_text(self.folder / "recipes" / f"{entry.name}.yaml", entry.recipe.to_yaml())
+
+        def harp_run(name: str) -> workers.Process:
+            recipe = self.folder / "recipes" / f"{name}.yaml"
+            return workers.harp_run(recipe, self.root, self.data_dir, self._log(entries[name]), jobs)
+
+        tasks = [workers.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
+        failed = workers.work(tasks, start or harp_run, jobs, self.display, len(self.entries))
+        return self.write([self.record(entry, failed.get(entry.name)) for entry in self.entries])
+
+    def _log(self, entry: Entry) -> Path:
+        return self.folder / "logs" / f"{entry.name}.log"
+
+    def record(self, entry: Entry, failure: str | None) -> dict[str, Any]:
+        """What a run came to, from its files."""
+        facts: dict[str, Any] = {"name": entry.name, "method": entry.method, "keep": entry.keep}
+        facts |= {"seed": entry.recipe.seed, "folder": entry.folder.name, "epochs": entry.epochs(), "failed": None}
+        if failure is not None:
+            log = self._log(entry)
+            lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
+            said = [line.strip() for line in lines if line.strip()]
+            return facts | {"failed": said[-1] if said else failure}
+        known = _json(entry.folder / "summary.json")
+        numbers = {name: _json(entry.folder / "results" / f"{name}.json") for name in ("natural", self.attack)}
+        seconds = [_json(self.root / stage / "stage.json")["seconds"] for stage in known["stages"]]
+        return facts | {
+            "recipe": known["recipe"],
+            "kept": sum(layer["kept"] for layer in known["layers"]),
+            "natural": numbers["natural"]["value"],
+            "robust": numbers[self.attack]["value"],
+            "seconds": sum(seconds[entry.shared() :]),
+            "epsilon": summary.epsilon_text(numbers[self.attack]),
+            "dense": {result["name"]: result["value"] for result in known["dense"]},
+            "versions": numbers["natural"]["versions"],
+        }
+
+    def write(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+        """Write the tables and the picture of what the runs came to."""
+        if self.study.recipe.model.weights is not None and not self.parts.pretrain:
+            records = [*self._given(records), *records]
+        found = standings.rows(records)
+        epsilon = next((record["epsilon"] for record in records if record["failed"] is None), "–")
+        title = self.attack if epsilon == "–" else f"{self.attack}, ε {epsilon}"
+        outcome: dict[str, Any] = {
+            "study": self.study.name,
+            "description": self.study.description,
+            "harp": __version__,
+            "data": self.data.name,
+            "source": self.data.source,
+            "model": self.study.recipe.model.name,
+            "weights": self.size,
+            "seeds": list(self.study.seeds),
+            "attack": title,
+            "measure": "balanced accuracy" if self.data.balanced else "accuracy",
+            "rows": found,
+            "runs": records,
+        }
+        files.write_json(self.folder / "results.json", outcome)
+        files.write_text(self.folder / "table.md", standings.markdown(outcome))
+        return outcome
+
+    def _given(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The network of the recipe's weights file: measured as what each run begins with, trained by nobody here."""
+        before = {record["seed"]: record for record in records if record["failed"] is None and record["dense"]}
+        facts = {"method": DENSE, "keep": None, "failed": None, "epochs": [0], "seconds": 0.0, "kept": self.size}
+        return [
+            {
+                **facts,
+                **{key: record[key] for key in ("seed", "folder", "epsilon", "versions")},
+                "name": f"{self.study.name}-{DENSE}-seed{seed}",
+                "natural": record["dense"]["natural"],
+                "robust": record["dense"][self.attack],
+            }
+            for seed, record in before.items()
+        ]
+
+    def draw(self, outcome: dict[str, Any]) -> list[Path]:
+        """Draw accuracy over sparsity; needs matplotlib."""
+        paths = [self.folder / f"robust.{suffix}" for suffix in ("png", "svg")]
+        for path in paths:
+            picture.draw_comparison(
+                path, f"{outcome['study']}: {outcome['model']} on {outcome['data']}", outcome["rows"], outcome["attack"]
+            )
+        return paths
+
+
+def _follow(entry: Entry, name: str) -> Entry:
+    return Entry(entry.name, entry.method, entry.keep, entry.recipe, entry.folder, after=name)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return content

@@ -1,0 +1,117 @@
+"""R-ADMM: train adversarially while the weights are pulled towards sparse ones, then cut.
+
+Ye, Xu, Liu, Cheng, Lambrechts, Zhang, Zhou, Ma, Wang, Lin: "Adversarial Robustness vs. Model Compression, or Both?",
+ICCV 2019. Each layer l must lie in S_l = {at most k_l weights are not zero}. Beside the weights W there are a sparse
+copy Z and a scaled dual variable U, at first Z = Proj(W) and U = 0:
+
+    every step          SGD on  L(W) + Σ_l ρ/2 ‖W_l - Z_l + U_l‖²
+    every T epochs      ρ ← 1.3 ρ,   Z ← Proj(W + U),   U ← U + W - Z
+    projection          Proj keeps the k_l entries of largest magnitude and zeroes the others
+    at the end          the masks are Proj(W)'s; fine-tuning keeps them
+
+Within a period the authors let the learning rate fall to a tenth twice and start afresh with the next: that is the
+schedule `sawtooth`, whose default of ten periods is in step with the default of `period` where ten divides the epochs.
+U is not rescaled when ρ grows, as in the authors' code (textbook ADMM would divide it by the growth).
+
+Departures from the authors' code:
+- counts are exact integers that meet the budget: theirs are cut at a percentile, with < for the weights and > for the
+  masks, so that where (n - 1) · sparsity is whole one weight survives outside its mask and is never trained again;
+- Z and U are part of the saved state: theirs are made in epoch 0 only, and a resumed training has none;
+- every prunable layer takes part, linear layers too, as in HARP's comparison (theirs: convolutions);
+- the attack runs in eval mode, as everywhere here: theirs moves the batch norms' statistics in every attack step;
+- the epoch is chosen by validation, if there is any, with the weights cut (theirs: by the test loss);
+- ρ is one number for all layers as in their code, where the paper allows one a layer.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from harp.allocate import allocate
+from harp.errors import RecipeError
+from harp.masks import Masks, top_k
+from harp.pruners.base import Plan, Pruner
+from harp.units import Units
+
+AUTHORS_PERIOD = 20
+
+
+class Admm(Pruner):
+    """R-ADMM: pull the weights towards sparse ones while all of them train, and cut at the end.
+
+    Arguments:
+        strategy: how many weights each layer keeps.
+        rho: how hard the pull is at first.
+        rho_growth: the factor of `rho` at every update; 1: it stays.
+        period: epochs between updates of the sparse copy; None: a tenth of the training (the authors' 20 if unknown).
+    """
+
+    remembered = (*Pruner.remembered, "counts", "period", "epoch", "rho")
+
+    def __init__(
+        self,
+        units: Units,
+        keep: float,
+        strategy: str | Mapping[str, float] = "uniform",
+        rho: float = 1e-3,
+        rho_growth: float = 1.3,
+        period: int | None = None,
+    ) -> None:
+        if not 0 < rho < math.inf:
+            raise RecipeError(f"rho {rho:.6g}: give a positive number, like 0.001")
+        if not 1 <= rho_growth < math.inf:
+            raise RecipeError(f"rho_growth {rho_growth:.6g}: give a factor of at least 1 (= rho stays)")
+        if period is not None and period < 1:
+            raise RecipeError(f"period {period}: give at least 1 epoch, or none for a tenth of the training")
+        super().__init__(units, units.total(keep))
+        self.counts = allocate(strategy, units, self.total)
+        self.rho, self.rho_growth, self.period = rho, rho_growth, period
+        self.epoch = 0
+        for i, (weight, count) in enumerate(zip(units.weights, self.counts, strict=True)):
+            self.register_buffer(f"z{i}", project(weight.detach(), count))
+            self.register_buffer(f"u{i}", torch.zeros_like(weight))
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Pace the updates by the training ahead, unless they are paced already: by an option, or before a resume."""
+        if self.period is None and plan is not None:
+            self.period = max(1, plan.epochs // 10)
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Add the gradient of the pull, ρ (W - Z + U); an unused weight has no other."""
+        for i, weight in enumerate(self.units.weights):
+            if weight.requires_grad:
+                pull = (weight - self.get_buffer(f"z{i}") + self.get_buffer(f"u{i}")).mul_(self.rho)
+                weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
+
+    @torch.no_grad()
+    def after_epoch(self) -> None:
+        """Update the sparse copy and the dual variable when the coming epoch begins a period."""
+        self.epoch += 1
+        if self.epoch % (self.period or AUTHORS_PERIOD):
+            return
+        self.rho *= self.rho_growth
+        for i, (weight, count) in enumerate(zip(self.units.weights, self.counts, strict=True)):
+            sparse, dual = self.get_buffer(f"z{i}"), self.get_buffer(f"u{i}")
+            sparse.copy_(project(weight + dual, count))
+            dual.add_(weight - sparse)
+
+    def masks(self) -> Masks:
+        """The largest weights of each layer."""
+        layers = zip(self.units.names, self.units.weights, self.counts, strict=True)
+        return {name: top_k(weight.detach().abs(), count) for name, weight, count in layers}
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """How far the weights are from the sparse copy, relative to their norm, and ρ."""
+        weights = self.units.weights
+        distance = math.hypot(*(float((w - self.get_buffer(f"z{i}")).norm()) for i, w in enumerate(weights)))
+        norm = math.hypot(*(float(weight.norm()) for weight in weights))
+        return {"residual": distance / norm if norm else 0.0, "rho": self.rho}
+
+
+def project(values: Tensor, count: int) -> Tensor:
+    """The nearest tensor with at most `count` entries that are not zero."""
+    return torch.where(top_k(values.abs(), count), values, 0.0)

@@ -1,0 +1,501 @@
+"""ANP-VS: learn by which channels a robust network can do without, and hold its features still under attack.
+
+Madaan, Shin, Hwang: "Adversarial Neural Pruning with Latent Vulnerability Suppression", ICML 2020, on the
+Beta-Bernoulli dropout of Lee et al. (2018). A unit is an output channel of a convolution, before its batch norm, or
+an input of a linear layer. Each has a, b > 0 and, in training, a mask z for every example:
+
+    π = (1 − u^(1/b))^(1/a)   u ~ U(0, 1), one a unit           Kumaraswamy(a, b)
+    z = σ((logit π + logit v) / 0.1)   v ~ U(0, 1), one an example    relaxed Bernoulli(π)
+    E[π] = b Γ(1 + 1/a) Γ(b) / Γ(1 + 1/a + b)          the mask in eval mode; 0, and the unit pruned, if at most 0.001
+    KL = (1 − α/a)(−γ − ψ(b) − 1/b) + log(ab/α) − (b − 1)/b         against Beta(α, 1), α = 10⁻⁴, γ Euler's constant
+
+    masks minimise     CE(x̃) + β KL / N                              N images of training, x̃ attacked in eval mode
+    weights minimise   (CE(x) + 2 CE(x̃)) / 3 + λ VS                  VS = mean over layers of mean |h(x̃) − h(x)|
+
+with a = softplus(max(−10, ·)), b = softplus(clip(·, −10, 50)), which start at 2 (convolution; linear: −1) and 0.5413.
+
+Departures from the authors' code:
+- x̃ comes from the training's own attack on images in [0, 1]. They standardise every image and then clip the attacked
+  one to [0, 1], which cripples the attack (most of a standardised image is outside) and measures ε in the wrong unit.
+  `standardised` does as they do, to show it: train so, then compare `CrippledPgd` on `standardise(x)` with an honest
+  attack on `Standardised(model)`. The network then expects standardised images: accuracies that a run measures on
+  plain ones mean nothing.
+- The clean and the attacked pass share their z. They draw anew, so that VS is mostly the noise of the masks.
+- h are the outputs of the activation modules (of the gated convolutions in a model without any), and of the hidden
+  linear layers before their activation, as theirs; the term of their first layer has no gradient, here it has.
+- They make two passes for the losses and two more for VS; here the same two serve both.
+- Their masks and weights have an Adam each. Here the weights have the optimiser of the training. The masks keep Adam's
+  direction (with the rate `mask_lr`): by plain SGD of the same rate no unit would ever reach the threshold.
+- L2 is the optimiser's weight decay. They train 200 epochs from a natural network and stop; here pruning is one stage,
+  followed by fine-tuning as for every method. For that E[π] is multiplied into the weights at the end.
+- Sparsity is no target there. With `keep` it is: units are taken in the order of E[π] until the budget is full.
+- Left without masks are a linear layer that comes first (its input is the image) and weights that no plain convolution
+  or linear layer owns, such as packed attention projections. They stay dense, or under `keep` take an equal share by
+  magnitude.
+- A pruned unit is counted by its weights; their "percent of zero weights" counts units.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from harp import masks as mask_ops
+from harp.allocate import uniform
+from harp.attacks import Ball, ascend, check_number, step_size
+from harp.errors import ModelError, RecipeError
+from harp.frozen import frozen
+from harp.masks import Masks
+from harp.pruners.base import Objective, ParameterGroup, Plan, Pruner
+from harp.units import Units
+
+ALPHA = 1e-4
+EULER = 0.577215664901532
+IMAGES = 50_000  # the authors' N, where the training's is not known
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Softplus, nn.Tanh)
+
+
+class Gate(nn.Module):
+    """The masks of one layer's units. Its methods are the hooks, so that copies of a model have gates of their own."""
+
+    average: Tensor  # E[π] where it is above the threshold, else 0: what eval mode multiplies by
+    first: Tensor  # Adam's running means of the gradient and of its square
+    second: Tensor
+
+    def __init__(self, weight: Tensor, temperature: float, threshold: float) -> None:
+        super().__init__()
+        self.dimensions = weight.ndim - 2  # that follow the channels; a linear layer has none
+        self.temperature, self.threshold = temperature, threshold
+        units, start = (weight.shape[0], 2.0) if self.dimensions else (weight.shape[1], -1.0)
+        raw = torch.tensor([[start], [0.5413]], device=weight.device).repeat(1, units)
+        self.raw = nn.Parameter(raw)  # a and b before the softplus
+        self.register_buffer("average", torch.empty_like(raw[0]), persistent=False)
+        self.register_buffer("first", torch.zeros_like(raw))
+        self.register_buffer("second", torch.zeros_like(raw))
+        self.record: list[Tensor] | None = None  # keeps the masks drawn, and lets only their values through
+        self.replay: Iterator[Tensor] | None = None  # gives the masks instead of drawing them
+        self.refresh()
+
+    def expected(self) -> Tensor:
+        """E[π]; on the host, in float64: differences of lgamma lose digits."""
+        a, b = _concentrations(self.raw.detach().cpu().double())
+        return expected_pi(a, b)
+
+    def divergence(self) -> Tensor:
+        """The KL divergence of all units, differentiable."""
+        return divergence(*_concentrations(self.raw.cpu().double())).sum()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let eval mode see the parameters of this moment."""
+        expected = self.expected()
+        self.average.copy_(torch.where(expected > self.threshold, expected, 0.0))
+
+    def draw(self, examples: int) -> Tensor:
+        """Masks of a batch, one row an example; differentiable."""
+        a, b = _concentrations(self.raw)
+        log_pi = sample_log_pi(a, b)
+        noise = _uniform(torch.empty(examples, len(a), dtype=a.dtype, device=a.device)).logit()
+        return ((log_pi - _log1mexp(log_pi) + noise) / self.temperature).sigmoid()
+
+    def after(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """The hook behind a convolution."""
+        return self._pass(output, module.training)
+
+    def before(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The hook in front of a linear layer."""
+        return (self._pass(inputs[0], module.training), *inputs[1:])
+
+    def _pass(self, x: Tensor, training: bool) -> Tensor:
+        axis = x.ndim - 1 - self.dimensions
+        if not training:
+            return x * self.average.to(x.dtype).view(-1, *[1] * self.dimensions)
+        z = self.draw(len(x) if axis else 1) if self.replay is None else next(self.replay)
+        if self.record is not None:
+            self.record.append(z)
+            z = z.detach()
+        # One mask an example: a sequence or an image has the same at every place.
+        shape = [len(z), *[1] * (axis - 1), -1] if axis else [-1]
+        return x * z.to(x.dtype).view(*shape, *[1] * self.dimensions)
+
+
+class AnpVs(Pruner):
+    """Learn channel masks by variational dropout on attacked images, and suppress the vulnerability of features.
+
+    Arguments:
+        keep: the share of weights to keep; None: what the learned masks leave.
+        beta: weight of the masks' KL divergence.
+        vulnerability: weight of VS.
+        temperature: of the relaxed Bernoulli masks.
+        threshold: a unit is off when the mean of its mask is at most this.
+        mask_lr: the masks' learning rate; None: the weights'. A step of Adam moves a and b by about as much, and the
+            threshold is some nine away from the start: in a training of few steps the masks need a higher rate.
+        standardised: train as the authors' code does, on standardised images with the crippled attack.
+    """
+
+    remembered = (*Pruner.remembered, "folded", "step", "images")
+
+    def __init__(
+        self,
+        units: Units,
+        keep: float | None = None,
+        beta: float = 2.0,
+        vulnerability: float = 1e-4,
+        temperature: float = 0.1,
+        threshold: float = 1e-3,
+        mask_lr: float | None = 0.01,
+        standardised: bool = False,
+    ) -> None:
+        check_number("beta", beta)
+        check_number("vulnerability", vulnerability)
+        if not 0 < temperature < math.inf:
+            raise RecipeError(f"temperature {temperature:.6g}: give a positive number, such as 0.1")
+        if not 0 <= threshold < 1:
+            raise RecipeError(f"threshold {threshold:.6g}: give a number of at least 0 and below 1, such as 0.001")
+        if mask_lr is not None and not 0 < mask_lr < math.inf:
+            raise RecipeError(f"mask_lr {mask_lr:.6g}: give a positive number, or none for the weights' rate")
+        super().__init__(units, 0)
+        self._budget = None if keep is None else units.total(keep)
+        self.beta, self.vulnerability, self.threshold = beta, vulnerability, threshold
+        self.mask_lr, self.standardised = mask_lr, standardised
+        self.gates = nn.ModuleDict()
+        for i, (name, weight) in enumerate(zip(units.names, units.weights, strict=True)):
+            plain = {type(owner) for owner in self.owners(i)} <= {nn.Linear, *_CONVOLUTIONS}
+            image = i == 0 and weight.ndim == 2
+            if plain and not image and name.endswith("weight"):
+                self.gates[str(i)] = Gate(weight.detach(), temperature, threshold)
+            self.register_buffer(f"mask{i}", torch.zeros_like(weight, dtype=torch.bool))
+        if not self.gates:
+            raise ModelError(f"{type(units.model).__name__} has no convolution and no hidden linear layer to gate")
+        self._handles: list[RemovableHandle] = []
+        self._seen = 0  # images of the step so far
+        self._steps = 0  # an epoch; 0: not known
+        self.images = 0  # the most images of a step
+        self.step = 0
+        self.folded = False  # the weights hold the answer, E[π] multiplied in, and the buffers its masks
+
+    @property
+    def total(self) -> int:
+        """The budget, or without one what the masks of the moment keep."""
+        return mask_ops.kept(self.masks()) if self._budget is None else self._budget
+
+    @total.setter
+    def total(self, value: int) -> None:
+        self._budget = value
+
+    def owners(self, layer: int) -> list[nn.Module]:
+        """The modules that use a layer's weight: several if it is tied."""
+        weight = self.units.weights[layer]
+        return [m for m in self.units.model.modules() if any(p is weight for p in m.parameters(recurse=False))]
+
+    def layers(self) -> Iterator[tuple[int, Gate]]:
+        """The gated layers by number."""
+        return ((int(key), gate) for key, gate in self.gates.items() if isinstance(gate, Gate))
+
+    def wrap(self, objective: Objective) -> Objective:
+        """The two losses, at the images that the objective's attack finds."""
+        needed = ("epsilon", "step", "steps", "norm") if self.standardised else ("attack",)
+        if not all(hasattr(objective, name) for name in needed):
+            raise ModelError(
+                "AnpVs has losses of its own at attacked images: use harp.fit with an objective that attacks"
+            )
+        return _Losses(self, objective)
+
+    def trainable(self) -> list[ParameterGroup]:
+        """The model, and the masks with a rate of their own. Momentum and decay are no part of Adam's step."""
+        rate = {} if self.mask_lr is None else {"lr": self.mask_lr}
+        return [*super().trainable(), {"params": list(self.parameters()), **rate, "momentum": 0.0, "weight_decay": 0.0}]
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Hang the gates into the model."""
+        self._steps = 0 if plan is None else plan.steps
+        self.after_step()
+        if not self._handles and not self.folded:
+            self._hang()
+
+    def after_backward(self) -> None:
+        """Add the KL divergence's gradient to the masks', and turn it into Adam's direction."""
+        self.images, self._seen = max(self.images, self._seen), 0
+        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        weight = self.beta / (self.images * self._steps * ranks or IMAGES)
+        self.step += 1
+        for _, gate in self.layers():
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(weight * gate.divergence(), gate.raw)
+            gradient = gradient if gate.raw.grad is None else gradient + gate.raw.grad
+            gate.raw.grad = gradient
+            if not isinstance(self._optimizer, torch.optim.Adam):  # which finds the direction itself
+                gate.first.lerp_(gradient, 0.1)
+                gate.second.lerp_(gradient.square(), 0.001)
+                scale = (gate.second / (1 - 0.999**self.step)).sqrt() + 1e-8
+                gate.raw.grad = gate.first / (1 - 0.9**self.step) / scale
+
+    def after_step(self) -> None:
+        """Let eval mode see the new masks."""
+        for _, gate in self.layers():
+            gate.refresh()
+
+    @torch.no_grad()
+    def masks(self) -> Masks:
+        """Whole units in the order of E[π], those of equal E[π] by their norms; the last one of a layer in part."""
+        weights = zip(self.units.names, self.units.weights, strict=True)
+        if self.folded:
+            return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+        ranked = {i: self._ranked(i, gate) for i, gate in self.layers()}
+        counts = self._thresholded() if self._budget is None else self._within(self._budget, ranked)
+        answer = {}
+        for i, ((name, weight), count) in enumerate(zip(weights, counts, strict=True)):
+            if i not in ranked:
+                answer[name] = mask_ops.top_k(weight.abs(), count)
+                continue
+            rows, order = _rows(weight), [unit for *_, unit in ranked[i]]
+            mask = torch.zeros_like(rows, dtype=torch.bool)
+            whole, rest = divmod(count, rows.shape[1])
+            mask[order[:whole]] = True
+            if rest:
+                mask[order[whole]] = mask_ops.top_k(rows[order[whole]].abs(), rest)
+            answer[name] = mask.view_as(weight) if weight.ndim > 2 else mask.T.contiguous()
+        return answer
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Let the model be what `finish` would leave, without gates, for a while."""
+        if self.folded:
+            yield
+            return
+        held: list[Tensor] = [*self.units.weights, *itertools.chain(*(self._biases(i) for i, _ in self.layers()))]
+        in_force, hung = [value.detach().clone() for value in held], bool(self._handles)
+        self._fold()
+        try:
+            yield
+        finally:
+            self.folded = False
+            with torch.no_grad():
+                for parameter, value in zip(held, in_force, strict=True):
+                    parameter.copy_(value)
+            if hung:
+                self._hang()
+
+    def finish(self) -> Masks:
+        """Take the gates out and multiply E[π] into the weights, unless they are those of `exact`."""
+        self._fold()
+        return super().finish()
+
+    def metrics(self) -> dict[str, float]:
+        """The share of units whose mask is above the threshold."""
+        on = [gate.average > 0 for _, gate in self.layers()]
+        return {"units": sum(int(each.count_nonzero()) for each in on) / sum(each.numel() for each in on)}
+
+    def _hang(self) -> None:
+        for i, gate in self.layers():
+            for owner in self.owners(i):
+                if gate.dimensions:
+                    self._handles.append(owner.register_forward_hook(gate.after))
+                else:
+                    self._handles.append(owner.register_forward_pre_hook(gate.before))
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """Put the answer into the weights: what is kept times E[π], at least the threshold if kept in spite of it."""
+        while self._handles:
+            self._handles.pop().remove()
+        if self.folded:
+            return
+        answer = self.masks()
+        for i, name in enumerate(self.units.names):
+            self.get_buffer(f"mask{i}").copy_(answer[name])
+        for i, gate in self.layers():
+            weight = self.units.weights[i]
+            live = _rows(answer[self.units.names[i]]).any(1)
+            scale = gate.expected().clamp_min(self.threshold).to(weight) * live
+            weight.mul_(scale.view(-1, *[1] * (weight.ndim - 1)) if gate.dimensions else scale)
+            for bias in self._biases(i):
+                bias.mul_(scale)
+        self.write(answer)
+        self.folded = True
+
+    def _biases(self, layer: int) -> list[Tensor]:
+        """The biases that a layer's masks multiply: a convolution's."""
+        convolutions = [owner for owner in self.owners(layer) if isinstance(owner, _CONVOLUTIONS)]
+        return [owner.bias for owner in convolutions if owner.bias is not None]
+
+    def _ranked(self, layer: int, gate: Gate) -> list[tuple[float, float, int]]:
+        """A layer's units, best first: −E[π], −norm, number."""
+        norms = _rows(self.units.weights[layer]).double().norm(dim=1)
+        return sorted(zip((-gate.expected()).tolist(), (-norms).tolist(), range(len(norms)), strict=True))
+
+    def _thresholded(self) -> list[int]:
+        """How many weights the units above the threshold have, at least one unit a layer."""
+        counts = list(self.units.upper)
+        for i, gate in self.layers():
+            size = _rows(self.units.weights[i]).shape[1]
+            units = max(1, int((gate.expected() > self.threshold).sum()))
+            counts[i] = min(max(units * size, self.units.lower[i]), self.units.upper[i])
+        return counts
+
+    def _within(self, budget: int, ranked: Mapping[int, list[tuple[float, float, int]]]) -> list[int]:
+        """How many weights of each layer are kept when the best units of all fill the budget.
+
+        The best unit of each layer comes first. While a layer is below its least count, so much is set aside for it.
+        """
+        counts = uniform(self.units, budget)  # what ungated layers keep
+        candidates = []
+        for i, units in ranked.items():
+            counts[i] = 0
+            candidates += [(place > 0, *unit[:2], i) for place, unit in enumerate(units)]
+        due = {i: self.units.lower[i] for i in ranked}
+        free = budget - sum(counts) - sum(due.values())
+        for *_, i in sorted(candidates):
+            taken = min(self.units.sizes[i] // len(ranked[i]), self.units.upper[i] - counts[i], due[i] + free)
+            counts[i] += taken
+            free -= max(0, taken - due[i])
+            due[i] = max(0, due[i] - taken)
+        return counts
+
+
+class _Losses:
+    """The masks' loss and the weights' as one: its gradients are those that each has alone."""
+
+    def __init__(self, pruner: AnpVs, objective: Any) -> None:
+        self.pruner, self.objective = pruner, objective
+        inside = list(pruner.units.model.modules())
+        last = len(pruner.units.names) - 1
+        found = {i: pruner.owners(i) for i, _ in pruner.layers()}
+        linear = [m for i, gate in pruner.layers() if not gate.dimensions and i != last for m in found[i]]
+        gated = [m for i, gate in pruner.layers() if gate.dimensions for m in found[i]]
+        self.watched: list[nn.Module] = [*([m for m in inside if isinstance(m, _ACTIVATIONS)] or gated), *linear]
+
+    def __call__(
+        self, model: nn.Module, x: Tensor, y: Tensor, forward: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """The weights' loss; through a term of no value the masks get their own gradient."""
+        forward = forward or model
+        self.pruner._seen += len(x)
+        x_adv = self.attack(model, x, y)
+        x = standardise(x) if self.pruner.standardised else x
+        gates = [gate for _, gate in self.pruner.layers()]
+        try:
+            for gate in gates:
+                gate.record = []
+            with self.watch() as features:
+                clean = F.cross_entropy(forward(x), y)
+            drawn = [gate.record or [] for gate in gates]
+            leaves = [[z.detach().requires_grad_() for z in masks] for masks in drawn]
+            for gate, masks in zip(gates, leaves, strict=True):
+                gate.record, gate.replay = None, iter(masks)
+            with self.watch() as attacked:
+                adversarial = F.cross_entropy(forward(x_adv), y)
+        finally:
+            for gate in gates:
+                gate.record = gate.replay = None  # a graph must not stay behind in what may be copied
+        flat = list(itertools.chain(*leaves))
+        if not flat:
+            raise ModelError("the forward pass met no gate in train mode: compile or freeze the model after pruning")
+        slopes = torch.autograd.grad(adversarial, flat, retain_graph=True, allow_unused=True)
+        pull = sum(
+            ((z * slope).sum() for z, slope in zip(itertools.chain(*drawn), slopes, strict=True) if slope is not None),
+            torch.zeros((), device=x.device),
+        )
+        shifts = [(h_adv - h).abs().mean() for h_adv, h in zip(attacked, features, strict=True)]
+        shift = torch.stack(shifts).mean() if shifts else 0.0
+        return (clean + 2 * adversarial) / 3 + self.pruner.vulnerability * shift + (pull - pull.detach())
+
+    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The attacked images, standardised ones if the network takes those."""
+        if not self.pruner.standardised:
+            attacked: Tensor = self.objective.attack(model, x, y)
+            return attacked
+        threat = self.objective
+        return CrippledPgd(threat.epsilon, threat.step, threat.steps, threat.norm)(model, standardise(x), y)
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Tensor]]:
+        """Collect the features of a forward pass."""
+        seen: list[Tensor] = []
+        with ExitStack() as hooks:
+            for module in self.watched:  # behind the gates: hooks run in the order of their coming
+                hooks.callback(module.register_forward_hook(lambda m, inputs, output: seen.append(output)).remove)
+            yield seen
+
+
+def expected_pi(a: Tensor, b: Tensor) -> Tensor:
+    """The mean of Kumaraswamy's distribution."""
+    return b * (torch.lgamma(1 + 1 / a) + torch.lgamma(b) - torch.lgamma(1 + 1 / a + b)).exp()
+
+
+def divergence(a: Tensor, b: Tensor) -> Tensor:
+    """The KL divergence of Kumaraswamy(a, b) from Beta(α, 1)."""
+    return (1 - ALPHA / a) * (-EULER - torch.digamma(b) - 1 / b) + (a * b / ALPHA).log() - (b - 1) / b
+
+
+def sample_log_pi(a: Tensor, b: Tensor) -> Tensor:
+    """The logarithm of a draw of π: at a small a the draw itself would be 0 and have no logit."""
+    return _log1mexp(_uniform(torch.empty_like(a)).log() / b) / a
+
+
+def _concentrations(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b."""
+    return F.softplus(raw[0].clamp_min(-10.0)), F.softplus(raw[1].clamp(-10.0, 50.0))
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 − eˣ) for x ≤ 0, finite also at 0."""
+    return (-torch.expm1(x.clamp_max(-1e-20))).log()
+
+
+def _uniform(like: Tensor) -> Tensor:
+    """Draws from the open interval (0, 1) by torch's own generator, which the training seeds at every step."""
+    least = torch.finfo(like.dtype).eps
+    return torch.rand_like(like).clamp(least, 1 - least)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """A gated weight with one row a unit: a convolution's output channels, a linear layer's inputs."""
+    return weight.flatten(1) if weight.ndim > 2 else weight.T
+
+
+def standardise(x: Tensor) -> Tensor:
+    """Images with mean 0 and deviation 1 each, as the authors' network sees them (TensorFlow's function of pixels)."""
+    flat = x.flatten(1)
+    least = 1 / (255 * math.sqrt(flat.shape[1]))  # theirs is 1/√n for pixels up to 255
+    flat = (flat - flat.mean(1, keepdim=True)) / flat.std(1, correction=0, keepdim=True).clamp_min(least)
+    return flat.view_as(x)
+
+
+class Standardised(nn.Module):
+    """A network that was trained on standardised images, as one of plain images: what an honest attack attacks."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of a batch of [0, 1] images."""
+        logits: Tensor = self.net(standardise(x))
+        return logits
+
+
+@dataclass(frozen=True)
+class CrippledPgd:
+    """The authors' attack: PGD on standardised images, whose ball it leaves by clipping to [0, 1]."""
+
+    epsilon: float = 0.03
+    step: float | None = 0.007
+    steps: int = 10
+    norm: str = "linf"
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What it makes of standardised images `x`."""
+        ball = Ball(self.epsilon, self.norm)
+        with torch.no_grad(), frozen(model, x) as net:
+            loss = lambda z: F.cross_entropy(z, y, reduction="none")  # noqa: E731
+            return ascend(net, x, ball.random(x), loss, ball, step_size(self.step, self.epsilon), self.steps)

@@ -1,0 +1,256 @@
+"""Flying Bird and Flying Bird+: train sparse from scratch, under masks that move.
+
+Chen, Zhang, Wang, Balachandra, Ma, Wang, Wang: "Sparsity Winning Twice: Better Robust Generalization from More
+Efficient Training", ICLR 2022.
+
+    start        random masks at the counts of ideal gas quotas (IGQ)
+    every Δ      a layer drops its ⌈d · live⌉ smallest weights and regrows as many at random, which start from zero;
+                 Δ = 900 steps of 200 epochs, 1200 in the second half;  d from 0.5 to 0.005 along half a cosine
+    Flying Bird+ in the second half, a move also
+                 prunes ⌈0.4 d · live⌉ more if the gap between the robust accuracies of training and validation
+                 rose in at least half of the last four epochs, and
+                 grows 5 % more if validation got worse in at least half of them
+
+What was just dropped may be drawn again, as in sparse evolutionary training; then it keeps its value.
+
+Departures from the authors' code:
+- counts are exact: theirs regrow each position with a probability, and the density wanders;
+- Δ is a share of the training's length where it is not given; nothing moves after the last step;
+- Flying Bird+ meets a budget. Theirs ends wherever its pruning and growing leads. Here a layer's live weights stay
+  between its part of the budget and `most` times that, the answer is the largest of them in each layer, and in the
+  last tenth of the training it alone is live;
+- validation gets worse if its accuracy falls (theirs: its loss rises), as accuracies are what a training records;
+- Flying Bird+ sees the last four epochs only once there are five; without validation it is Flying Bird.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harp.allocate import READS_WEIGHTS, allocate
+from harp.errors import RecipeError
+from harp.frozen import Logits
+from harp.masks import Masks, at_random, kept, top_k
+from harp.pruners.base import Dynamic, Objective, Plan, random_masks
+from harp.units import Units
+
+PAPER_STEPS = 200 * 352  # the training where none is known
+PAPER_INTERVAL = 900
+LEAST_DEATH_RATE = 0.005
+SECOND_HALF = 4 / 3  # how much longer the intervals are
+
+
+class FlyingBird(Dynamic):
+    """Flying Bird: train sparse from random weights; the smallest weights move to random places.
+
+    Arguments:
+        strategy: how many weights each layer keeps.
+        death_rate: the share of a layer's weights that the first move drops; it falls along half a cosine.
+        interval: optimiser steps between moves, a third more in the second half; None: 900 of 70 400, scaled.
+    """
+
+    remembered = (*Dynamic.remembered, "step", "moved")
+
+    def __init__(
+        self,
+        units: Units,
+        keep: float,
+        strategy: str | Mapping[str, float] = "igq",
+        death_rate: float = 0.5,
+        interval: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= death_rate < 1:
+            raise RecipeError(f"death_rate {death_rate:.6g}: give a share from 0 (= masks stay) to below 1")
+        if interval is not None and interval < 1:
+            raise RecipeError(f"interval {interval}: give at least 1 step, or none to pace it by the training")
+        counts = allocate(strategy, units, units.total(keep))
+        super().__init__(units, random_masks(units, counts, seed), seed)
+        self.counts = counts
+        self.death_rate, self.interval = death_rate, interval
+        self.step = self.moved = 0  # steps taken, and how many of them when the masks last moved
+        self._length = PAPER_STEPS
+        self._trained_before = strategy in READS_WEIGHTS
+
+    @property
+    def progress(self) -> float:
+        """How much of the training is done."""
+        return min(1.0, self.step / max(1, self._length))
+
+    @property
+    def death(self) -> float:
+        """The share that a move would drop now."""
+        least = min(LEAST_DEATH_RATE, self.death_rate)
+        return least + (self.death_rate - least) * (1 + math.cos(math.pi * self.progress)) / 2
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Learn how long the training is; zero what is outside the masks."""
+        self._length = PAPER_STEPS if plan is None else plan.epochs * plan.steps
+        if self._trained_before:  # rates that are read off weights were read off trained ones
+            self.reset()
+        self.write(self.current())
+
+    def after_step(self) -> None:
+        """Zero what is outside the masks, and move them if it is time."""
+        self.step += 1
+        self.write(self.current())
+        if self.step - self.moved >= self._interval() and self.step < self._length and self.death_rate:
+            self._rewire()
+            self.moved = self.step
+
+    def metrics(self) -> dict[str, float]:
+        """The share that a move would drop."""
+        return {"death_rate": self.death}
+
+    def targets(self, counts: Sequence[int]) -> list[int]:
+        """How many weights of each layer live after a move, given how many do before."""
+        return list(counts)
+
+    @torch.no_grad()
+    def _rewire(self) -> None:
+        masks, generator = self.current(), self.generator()
+        counts = [int(mask.count_nonzero()) for mask in masks.values()]
+        layers = zip(self.units.weights, masks.items(), counts, self.targets(counts), strict=True)
+        moved = {}
+        for weight, (name, mask), count, target in layers:
+            rest = min(target, count - math.ceil(self.death * count - 1e-9))
+            stay = top_k(weight.detach().abs().masked_fill(~mask, -1.0), rest)
+            moved[name] = stay | at_random(~stay, target - rest, generator)
+        self.move(moved)
+
+    def _interval(self) -> int:
+        first = self.interval or self._length * PAPER_INTERVAL / PAPER_STEPS
+        return max(1, round(first * (SECOND_HALF if self.progress > 0.5 else 1)))
+
+
+class FlyingBirdPlus(FlyingBird):
+    """Flying Bird+: also prunes when the robust gap widens, and grows when validation gets worse.
+
+    Arguments:
+        prune_ratio: how much more a move drops, relative to what it drops anyway.
+        growth_ratio: how much more a move regrows, relative to what it drops.
+        most: the most live weights of a layer, relative to what it keeps in the end.
+        window: the epochs that are looked back at.
+    """
+
+    remembered = (*FlyingBird.remembered, "gaps", "validated")
+    answers: Tensor
+
+    def __init__(
+        self,
+        units: Units,
+        keep: float,
+        strategy: str | Mapping[str, float] = "igq",
+        death_rate: float = 0.5,
+        interval: int | None = None,
+        prune_ratio: float = 0.4,
+        growth_ratio: float = 0.05,
+        most: float = 1.5,
+        window: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= prune_ratio <= 1:
+            raise RecipeError(f"prune_ratio {prune_ratio:.6g}: give a share from 0 to 1")
+        if not 0 <= growth_ratio < math.inf:
+            raise RecipeError(f"growth_ratio {growth_ratio:.6g}: give a positive number, like 0.05, or 0 for none")
+        if not 1 <= most < math.inf:
+            raise RecipeError(f"most {most:.6g}: give a factor of at least 1 (= never more than the budget)")
+        if window < 1:
+            raise RecipeError(f"window {window}: give at least 1 epoch")
+        super().__init__(units, keep, strategy, death_rate, interval, seed)
+        self.prune_ratio, self.growth_ratio, self.most, self.window = prune_ratio, growth_ratio, most, window
+        self.gaps: list[float] = []
+        self.validated: list[float] = []
+        # Right answers and all answers of the epoch's training.
+        self.register_buffer("answers", torch.zeros(2, dtype=torch.int64, device=units.weights[0].device))
+
+    def wrap(self, objective: Objective) -> Objective:
+        """The objective, its right answers counted on the way."""
+        return Counted(objective, self)
+
+    def observe(self, record: Mapping[str, Any]) -> None:
+        """See how far training and validation are apart."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(self.answers)  # each rank saw its part, and all must decide alike
+        right, seen = self.answers.tolist()
+        self.answers.zero_()
+        validated = record.get("robust", record.get("natural"))
+        if validated is not None and seen:
+            self.gaps = [*self.gaps, right / seen - validated][-self.window - 1 :]
+            self.validated = [*self.validated, validated][-self.window - 1 :]
+
+    def targets(self, counts: Sequence[int]) -> list[int]:
+        """Fewer while the gap widens and more while validation gets worse, between the budget and its bound."""
+        acting = self.progress >= 0.5
+        prune = self.prune_ratio if acting and self._mostly_rose(self.gaps) else 0.0
+        grow = self.growth_ratio if acting and self._mostly_rose([-value for value in self.validated]) else 0.0
+        targets = []
+        for count, least, upper in zip(counts, self.counts, self.units.upper, strict=True):
+            dropped = self.death * count
+            target = count - math.ceil(prune * dropped - 1e-9) + math.ceil(grow * dropped - 1e-9)
+            targets.append(max(least, min(target, upper, int(least * (1 if self._closing else self.most)))))
+        return targets
+
+    def masks(self) -> Masks:
+        """The largest live weights of each layer, at its part of the budget."""
+        layers = zip(self.current().items(), self.units.weights, self.counts, strict=True)
+        return {n: top_k(w.detach().abs().masked_fill(~mask, -1.0), count) for (n, mask), w, count in layers}
+
+    @property
+    def ready(self) -> bool:
+        """Whether no more than the budget lives."""
+        return kept(self.current()) == self.total
+
+    def after_step(self) -> None:
+        """As Flying Bird; in the last tenth of the training only the answer lives."""
+        super().after_step()
+        if self._closing and not self.ready:
+            self.move(self.masks())
+
+    def metrics(self) -> dict[str, float]:
+        """The share that a move would drop, and the live density."""
+        return {**super().metrics(), "rate": kept(self.current()) / sum(self.units.sizes)}
+
+    @property
+    def _closing(self) -> bool:
+        return self.progress >= 0.9
+
+    def _mostly_rose(self, values: Sequence[float]) -> bool:
+        """Whether at least half of the last epochs' values are above those of the epochs before them."""
+        rises = sum(later > earlier for earlier, later in pairwise(values))
+        return len(values) > self.window and 2 * rises >= self.window
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An objective that counts the right answers of the loss pass: at its last forward call, the attacked images."""
+
+    objective: Objective
+    pruner: FlyingBirdPlus
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch."""
+        answering = _Answering(forward or model)
+        loss = self.objective(model, x, y, forward=answering)
+        if answering.logits is not None:
+            right = (answering.logits.argmax(1) == y).sum()
+            self.pruner.answers += torch.stack([right, torch.full_like(right, len(y))])
+        return loss
+
+
+class _Answering:
+    """A forward pass that remembers its last answer."""
+
+    def __init__(self, forward: Logits) -> None:
+        self.forward = forward
+        self.logits: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        answer = self.forward(x)
+        self.logits = answer.detach()
+        return answer

@@ -1,0 +1,230 @@
+"""MAD: keep the weights through which the adversarial damage goes.
+
+Lee, Kim, Ro: "Masking Adversarial Damage: Finding Adversarial Saliency for Robust and Sparse Network", CVPR 2022.
+
+The weights stand still. For every batch, soft masks m = softplus(u) are optimised that take the attack's damage away,
+
+    min_u CE(f_{W⊙m}(x'), y)      20 steps of Adam from m = 1, m in [10⁻⁴, 1]
+
+and the damage D = W ⊙ (1 − m) is measured by the second-order change of the loss that it stands for, with the block
+K-FAC factors of the masked network on the true labels (see `harp.kfac`):
+
+    saliency_ij = ½ G_ii D_ij (D A)_ij       averaged over the batches
+
+The weights of lowest saliency go: over all layers at once, save for the last linear one, which loses the same share
+of each of its rows (classes) as the whole network loses. With that the network is fine-tuned by MART's loss with a
+factor of ½ before its divergence.
+
+A saliency may be negative: those go first. A weight whose masks never left 1 has a saliency of exactly 0, and these
+are many: among equal ones the larger |W| stays. So before any batch was seen, the answer is that of the magnitudes.
+
+Departures from the authors' code: ties are broken by |W| instead of by the sort, and counted; the counts are integers
+that meet the budget to the weight, so rows may differ by one; biases are neither masked nor pruned, as in every other
+method here, so nothing is left of the columns that stand for them; the factors are applied without forming them, layer
+by layer, and cover groups, dilation and transposition; weights without factors use the diagonal of the Fisher matrix;
+the last linear layer is the only one treated by rows, where the authors' networks have no other.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from harp.allocate import allocate, best, flat
+from harp.errors import ModelError, RecipeError
+from harp.frozen import frozen
+from harp.kfac import fisher_products
+from harp.masks import Masks, top_k
+from harp.pruners.base import Objective, ParameterGroup, Pruner
+from harp.units import Units
+
+logger = logging.getLogger("harp")
+
+_LOW, _ONE = (math.log(math.expm1(mask)) for mask in (1e-4, 1.0))  # softplus of these: the limits of a soft mask
+
+
+class Mad(Pruner):
+    """Measure the adversarial saliency in one pass over the data, then prune once.
+
+    Arguments:
+        strategy: how many weights each layer keeps; None: all layers compete, the last linear one keeps its share.
+        mask_steps, mask_lr: the optimisation of a batch's soft masks.
+        batches: how many batches to measure; None: all that come.
+    """
+
+    passes = 1
+    finetuning: ClassVar[Mapping[str, Any]] = {"name": "mart", "beta": 0.5}
+    remembered = (*Pruner.remembered, "seen")
+
+    saliency: nn.ParameterList
+
+    def __init__(
+        self,
+        units: Units,
+        keep: float,
+        strategy: str | Mapping[str, float] | None = None,
+        mask_steps: int = 20,
+        mask_lr: float = 0.1,
+        batches: int | None = None,
+    ) -> None:
+        if mask_steps < 1:
+            raise RecipeError(f"mask_steps {mask_steps}: give at least 1")
+        if not 0 < mask_lr < math.inf:
+            raise RecipeError(f"mask_lr {mask_lr:g}: give a number above 0")
+        if batches is not None and batches < 1:
+            raise RecipeError(f"batches {batches}: give at least 1, or none for all")
+        super().__init__(units, units.total(keep))
+        self.mask_steps, self.mask_lr, self.batches = mask_steps, mask_lr, batches
+        self.head = _last_linear(units)
+        if strategy is None:
+            self.lower, self.upper = _limits(units, self.total, keep, self.head)
+        else:
+            self.lower = self.upper = allocate(strategy, units, self.total)
+        # Parameters, because the loop averages their gradients over ranks: a batch's measurement travels as one.
+        self.saliency = nn.ParameterList(nn.Parameter(_zeros_like(w), requires_grad=False) for w in units.weights)
+        self.loss = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.seen = 0
+        self._samples = 0
+
+    def wrap(self, objective: Objective) -> Objective:
+        """Measure on the images that the objective attacks; its loss is not asked for."""
+        attack = getattr(objective, "attack", None)
+        if attack is None:
+            raise ModelError("MAD needs an objective with an `attack`, and this loss has none: use harp.fit with such")
+        return partial(self._measure, attack)
+
+    def trainable(self) -> list[ParameterGroup]:
+        """What is measured: without a gradient at the step, so that no optimiser moves it.
+
+        The model's flags stay as they are, since data parallelism refuses a model that has nothing to train.
+        """
+        return [{"params": list(self.parameters()), "weight_decay": 0.0}]
+
+    def _measure(self, attack: Any, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+        """The adversarial loss of a batch; its saliencies become gradients, weighted by the number of samples."""
+        if self.batches is not None and self.seen >= self.batches:
+            return self.loss.detach().clone()  # of the measured batches, so that the mean of the epoch stays theirs
+        x_adv = attack(model, x, y)
+        weights = dict(zip(self.units.names, (w.detach() for w in self.units.weights), strict=True))
+        with frozen(model, x, fast=False), torch.autocast(x.device.type, enabled=False):
+            latents, loss = soft_masks(model, weights, x_adv, y, self.mask_steps, self.mask_lr)
+            masked = {name: _masked(weight, latents[name]) for name, weight in weights.items()}
+            damage = {name: _damage(weight, latents[name]) for name, weight in weights.items()}
+            losses = partial(F.cross_entropy, reduction="sum")
+            parameters = dict(zip(self.units.names, self.saliency, strict=True))
+            for name, product in fisher_products(model, masked, damage, x_adv, y, losses):
+                _add_gradient(parameters[name], 0.5 * len(x) * damage[name] * product)
+        _add_gradient(self.loss, len(x) * loss)
+        self._samples += len(x)
+        return loss
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Take the batch into the running means, and leave the optimiser nothing to step by."""
+        if self._samples:
+            self.seen += 1
+            for mean in self.parameters():
+                if mean.grad is not None:
+                    mean.add_((mean.grad / self._samples - mean) / self.seen)
+                    mean.grad = None
+            self._samples = 0
+
+    def after_epoch(self) -> None:
+        """Say how far the saliency decides."""
+        ties, size = int(self.metrics()["ties"]), sum(self.units.sizes)
+        logger.info("MAD: %d of %d weights have a saliency of 0; among them |W| decides", ties, size)
+
+    def metrics(self) -> dict[str, float]:
+        """How many weights have a saliency of exactly 0."""
+        return {"ties": float(sum(int((saliency == 0).sum()) for saliency in self.saliency))}
+
+    def masks(self) -> Masks:
+        """The highest saliencies, the larger |W| among equal ones; the last linear layer row by row."""
+        scores = [order(*pair) for pair in zip(self.saliency, self.units.weights, strict=True)]
+        counts = best([flat(score) for score in scores], self.lower, self.upper, self.total)
+        kept = [(by_rows if i == self.head else top_k)(scores[i], count) for i, count in enumerate(counts)]
+        layers = zip(self.units.names, self.units.weights, kept, strict=True)
+        return {name: mask.to(weight.device) for name, weight, mask in layers}
+
+
+def soft_masks(
+    model: nn.Module, weights: Mapping[str, Tensor], x: Tensor, y: Tensor, steps: int, lr: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The latents u of the soft masks that lower the loss at these images, and the loss before."""
+    latents = {name: torch.full_like(weight, _ONE, requires_grad=True) for name, weight in weights.items()}
+    adam = torch.optim.Adam(latents.values(), lr=lr)
+    losses = []
+    for _ in range(steps):
+        masked = {name: _masked(weight, latents[name]) for name, weight in weights.items()}
+        loss = F.cross_entropy(functional_call(model, masked, (x,)), y)
+        gradients = torch.autograd.grad(loss, list(latents.values()), allow_unused=True)
+        for latent, gradient in zip(latents.values(), gradients, strict=True):
+            latent.grad = gradient
+        adam.step()
+        with torch.no_grad():
+            for latent in latents.values():
+                latent.clamp_(_LOW, _ONE)
+        losses.append(loss.detach())
+    return {name: latent.detach() for name, latent in latents.items()}, losses[0]
+
+
+def by_rows(scores: Tensor, count: int) -> Tensor:
+    """Mark `count` of a matrix's positive scores, the best of each row and equally many; what's left over: the best."""
+    each, left_over = divmod(count, len(scores))
+    place = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    following = torch.where(place == each, scores, -1.0)
+    return (place < each) | top_k(following, left_over)
+
+
+def _masked(weight: Tensor, latent: Tensor) -> Tensor:
+    return weight * F.softplus(latent)
+
+
+def _damage(weight: Tensor, latent: Tensor) -> Tensor:
+    """W (1 - m), and exactly 0 where the mask is 1: softplus may be off by a rounding there."""
+    return torch.where(latent >= latent.new_tensor(_ONE), 0.0, weight * (1 - F.softplus(latent)))
+
+
+def _add_gradient(parameter: nn.Parameter, value: Tensor) -> None:
+    value = value.to(parameter.dtype)
+    parameter.grad = value if parameter.grad is None else parameter.grad + value
+
+
+def _zeros_like(weight: Tensor) -> Tensor:
+    """Of at least single precision: means over many batches."""
+    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def _last_linear(units: Units) -> int | None:
+    owners = [units.model.get_submodule(name.rpartition(".")[0]) for name in units.names]
+    return max((i for i, owner in enumerate(owners) if isinstance(owner, nn.Linear)), default=None)
+
+
+def _limits(units: Units, total: int, keep: float, head: int | None) -> tuple[list[int], list[int]]:
+    """The units' limits, and for the last linear layer its share alone, as near as the limits of all others allow."""
+    lower, upper = list(units.lower), list(units.upper)
+    if head is not None:
+        least = max(lower[head], total - sum(upper) + upper[head])
+        most = min(upper[head], total - sum(lower) + lower[head])
+        lower[head] = upper[head] = min(max(round(keep * units.sizes[head]), least), most)
+    return lower, upper
+
+
+def order(saliency: Tensor, weight: Tensor) -> Tensor:
+    """One number a weight that sorts as (saliency, |W|) does: the bits of both, side by side.
+
+    The bits of positive floats sort as the floats do, those of negative ones the other way round. 32 bits of saliency
+    and 31 of |W| are then those of a positive double, which is finite as long as both are. So a threshold can be
+    selected; sorting millions of weights by two keys takes several times as long.
+    """
+    if not saliency.isfinite().all():
+        raise ModelError("a saliency is not finite: the network has diverged or its weights are damaged")
+    first = (saliency.detach().cpu().float() + 0.0).view(torch.int32).long()  # + 0.0: there is one zero only
+    second = weight.detach().cpu().float().abs().view(torch.int32).long()
+    return ((torch.where(first < 0, ~first, first + 2**31) << 31) | second).view(torch.float64)

@@ -1,0 +1,59 @@
+"""S2AP: learn scores whose neighbours are good too.
+
+Piras, Zhao, Brau, Pintor, Wressnegger, Biggio: "S2AP: Score-space Sharpness Minimization for Adversarial Pruning",
+2025. While masks are searched for, the robust loss is minimised at the worst scores near the current ones,
+
+    s' = s + ρ ‖s‖ g / ‖g‖   a layer,   g = ∂L/∂s,        s ← s - lr · ∂L/∂s at s'
+
+so that the mask does not change by a small step of the scores. It is a switch on every method that learns scores.
+
+The authors' code was not at hand; the rule above is our reading of the paper: the perturbation of sharpness-aware
+minimisation (Foret et al. 2021), relative to the scores' norm in each layer as in adversarial weight perturbation
+(Wu et al. 2020). Images are attacked once, before the scores are moved, and both passes use them. Batch norms take
+their running statistics from the second pass only. Every process moves its scores by the gradient of its own part of
+the batch; what is learned is averaged over all of them.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from harp.errors import ModelError
+from harp.pruners.base import Objective
+
+
+class Scored(Protocol):
+    """A method whose scores can be moved for one loss pass."""
+
+    def perturb(self, gradients: list[Tensor | None]) -> None:
+        """Put the worst scores near the current ones in force, given the gradients on the weights."""
+        ...
+
+    @property
+    def prunable(self) -> list[nn.Parameter]:
+        """The weights."""
+        ...
+
+
+class SharpnessAware:
+    """An objective at the worst scores near a pruner's."""
+
+    def __init__(self, pruner: Scored, objective: Objective) -> None:
+        if not (hasattr(objective, "attack") and hasattr(objective, "loss")):
+            raise ModelError("sharpness needs an objective with `attack` and `loss`: see harp.objectives")
+        self.pruner, self.objective = pruner, objective
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+        """The loss of a batch at the perturbed scores, which stay in force until its gradient is taken."""
+        objective: Any = self.objective
+        x_adv = objective.attack(model, x, y)
+        statistics = [buffer.clone() for buffer in model.buffers()]
+        weights = self.pruner.prunable
+        gradients = torch.autograd.grad(objective.loss(model, x, x_adv, y), weights, allow_unused=True)
+        with torch.no_grad():
+            for buffer, value in zip(model.buffers(), statistics, strict=True):
+                buffer.copy_(value)
+        self.pruner.perturb(list(gradients))
+        loss: Tensor = objective.loss(forward or model, x, x_adv, y)
+        return loss

@@ -1,0 +1,124 @@
+"""TwinRep: train a product of two factors, cut once by magnitude, train on.
+
+Li, Qiu, Zhang, Guo, Cheng: "Learning Adversarially Robust Sparse Networks via Weight Reparameterization", AAAI 2023.
+
+    weights      W = U ⊙ V ⊙ M
+    gradients    ∂L/∂U = ∂L/∂W ⊙ V ⊙ M,   ∂L/∂V = ∂L/∂W ⊙ U ⊙ M
+    cut          once, early in the training: M keeps the largest |U ⊙ V| of the whole network
+
+Weight decay on both factors acts as an l1 penalty on the weights: λ/2 (U² + V²) ≥ λ |U V|, equal where |U| = |V|.
+
+Departures from the authors' code:
+- the cut keeps exactly the budget, and within the layers' limits (theirs: a threshold);
+- the product, not each factor, has the variance of Kaiming's initialisation. Theirs draws both factors by PyTorch's
+  default, a variance of 1 / (9 fan-in²) for the product: with a norm behind every layer that is as good, but three
+  linear layers without one (the classifier of the VGG16 here) stay at the saddle at zero;
+- only single weights are cut: their Channel-Rep is another method.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from harp.allocate import best, flat
+from harp.errors import RecipeError
+from harp.masks import Masks, top_k
+from harp.pruners.base import ParameterGroup, Plan, Pruner
+from harp.units import Units
+
+PAPER_STEPS = 100 * 391  # the training where none is known
+
+
+class TwinRep(Pruner):
+    """TwinRep: train a product of two factors from random weights, cut it once by global magnitude.
+
+    Arguments:
+        cut: the share of the training after which weights are cut.
+    """
+
+    from_scratch = True
+    remembered = (*Pruner.remembered, "step", "is_cut")
+    left: nn.ParameterList
+    right: nn.ParameterList
+
+    def __init__(self, units: Units, keep: float, cut: float = 0.1, seed: int = 0) -> None:
+        if not 0 <= cut < 1:
+            raise RecipeError(f"cut {cut:.6g}: give a share of the training from 0 to below 1")
+        super().__init__(units, units.total(keep), seed)
+        self.cut, self.step, self.is_cut = cut, 0, False
+        self._length = PAPER_STEPS
+        generator = self.generator()
+        self.left, self.right = (nn.ParameterList(_factor(w, generator) for w in units.weights) for _ in range(2))
+        for i, weight in enumerate(units.weights):
+            self.register_buffer(f"mask{i}", torch.ones_like(weight, dtype=torch.bool))
+
+    def products(self) -> list[Tensor]:
+        """U V of each layer."""
+        return [u.detach() * v.detach() for u, v in zip(self.left, self.right, strict=True)]
+
+    def current(self) -> Masks:
+        """The masks in force: all ones before the cut."""
+        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+
+    def masks(self) -> Masks:
+        """The masks of the cut; before it, what it would be now."""
+        if self.is_cut:
+            return self.current()
+        sizes = [product.abs() for product in self.products()]
+        counts = best([flat(size) for size in sizes], self.units.lower, self.units.upper, self.total)
+        layers = zip(self.units.names, sizes, counts, strict=True)
+        return {name: top_k(size, count) for name, size, count in layers}
+
+    @property
+    def ready(self) -> bool:
+        """Whether the cut is done."""
+        return self.is_cut
+
+    def trainable(self) -> list[ParameterGroup]:
+        """Both factors and all else that the model trains; the weights only lend their gradients."""
+        weights = {id(weight) for weight in self.units.weights}
+        others = [p for p in self.units.model.parameters() if p.requires_grad and id(p) not in weights]
+        self._train_only([*others, *self.units.weights])
+        return [{"params": [*self.left, *self.right, *others]}]
+
+    def start(self, plan: Plan | None = None) -> None:
+        """Forget what the model has learned before; write the first weights."""
+        self._length = PAPER_STEPS if plan is None else plan.epochs * plan.steps
+        self.reset()
+        self._cut_if_due()
+        self.write(self.current())
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """Pull the weights' gradients back to both factors."""
+        layers = zip(self.left, self.right, self.units.weights, self.current().values(), strict=True)
+        for u, v, weight, mask in layers:
+            gradient = None if weight.grad is None else weight.grad.masked_fill_(~mask, 0.0)
+            u.grad = None if gradient is None else gradient * v
+            v.grad = None if gradient is None else gradient * u
+            weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
+
+    def after_step(self) -> None:
+        """Cut if it is time, and write the new products."""
+        self.step += 1
+        self._cut_if_due()
+        self.write(self.current())
+
+    @torch.no_grad()
+    def write(self, masks: Masks) -> None:
+        """Let the model hold U V under these masks."""
+        for weight, product, mask in zip(self.units.weights, self.products(), masks.values(), strict=True):
+            weight.copy_(product.masked_fill_(~mask, 0.0))
+
+    def _cut_if_due(self) -> None:
+        if not self.is_cut and self.step >= self.cut * self._length:
+            for i, mask in enumerate(self.masks().values()):
+                self.get_buffer(f"mask{i}").copy_(mask)
+            self.is_cut = True
+
+
+def _factor(weight: nn.Parameter, generator: torch.Generator) -> nn.Parameter:
+    """One of two normal factors whose product has the variance 2 / fan-in."""
+    drawn = torch.randn(weight.shape, generator=generator) * math.pow(2 / weight[0].numel(), 0.25)
+    return nn.Parameter(drawn.to(weight))

@@ -1,0 +1,101 @@
+"""The outcome of a comparison as rows: means and 95 % intervals over seeds, one block a budget, the best first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harp.confidence import interval
+from harp.display import duration
+
+Record = Mapping[str, Any]  # a single run: method, keep, seed, and what was found or why it failed
+
+
+def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """A row for each method and budget, within a budget by accuracy under attack; the dense network comes first."""
+    groups: dict[tuple[float | None, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["keep"], record["method"]), []).append(record)
+    found = [_row(keep, method, group) for (keep, method), group in groups.items()]
+    return sorted(found, key=lambda row: (-(row["keep"] or math.inf), -_or_last(row["robust"])))
+
+
+def _or_last(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, Any]:
+    good = [record for record in group if record["failed"] is None]
+    row: dict[str, Any] = {"method": method, "keep": keep, "seeds": len(group), "failed": len(group) - len(good)}
+    row["reason"] = next((record["failed"] for record in group if record["failed"] is not None), None)
+    row["epochs"] = "/".join(str(epochs) for epochs in group[0]["epochs"])
+    for key in ("natural", "robust", "seconds"):
+        mean, half = interval([record[key] for record in good]) if good else (None, None)
+        row |= {key: mean, f"{key}_half": half}
+    row["kept"] = [min(counts), max(counts)] if (counts := [record["kept"] for record in good]) else None
+    return row
+
+
+def columns(attack: str) -> tuple[str, ...]:
+    """The titles of a table; the last column says why runs failed."""
+    return ("method", "weights kept", "natural", attack, "epochs", "time", "failed", "")
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row as text."""
+    failed = f"{row['failed']} of {row['seeds']}" if row["failed"] else "–"
+    return [
+        row["method"],
+        "–" if row["kept"] is None else "–".join(f"{count:,}" for count in dict.fromkeys(row["kept"])),
+        accuracy(row["natural"], row["natural_half"]),
+        accuracy(row["robust"], row["robust_half"]),
+        row["epochs"],
+        "–" if row["keep"] is None or row["seconds"] is None else duration(row["seconds"]),
+        failed,
+        row["reason"] or "",
+    ]
+
+
+def accuracy(mean: float | None, half: float | None) -> str:
+    """A mean in per cent with half its interval; – where there is none."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean:.1f} ± " + ("–" if half is None or math.isnan(half) else f"{100 * half:.1f}")
+
+
+def blocks(found: Sequence[Mapping[str, Any]], size: int) -> list[tuple[str, list[list[str]]]]:
+    """Title and rows of the table of each budget; the dense network is on top of each."""
+    dense = [cells(row) for row in found if row["keep"] is None]
+    shares = dict.fromkeys(row["keep"] for row in found if row["keep"] is not None)
+    by_share = {keep: [cells(row) for row in found if row["keep"] == keep] for keep in shares}
+    return [(title(keep, size), [*dense, *lines]) for keep, lines in by_share.items()] or [("dense", dense)]
+
+
+def title(keep: float, size: int) -> str:
+    """What a budget means."""
+    return f"keep {100 * keep:.10g} %: {math.floor(keep * size + 0.5):,} of {size:,} weights"
+
+
+def notes(outcome: Mapping[str, Any]) -> list[str]:
+    """What has to be said below a table."""
+    found, seeds = outcome["rows"], len(outcome["seeds"])
+    over = "one seed, no interval" if seeds == 1 else f"mean ± half the 95 % interval over {seeds} seeds (Student's t)"
+    said = [f"{outcome['measure'].capitalize()} in per cent on the test set: {over}."]
+    said.append("Epochs: pre-training/pruning/fine-tuning, or one training from random weights.")
+    for row in found:
+        if row["keep"] is None and row["seconds"]:
+            each = f"Pre-training (epochs: {row['epochs']}) took {duration(row['seconds'])} a seed"
+            said.append(f"{each}; the methods that begin with it share it, and it is not in their times.")
+    return said
+
+
+def markdown(outcome: Mapping[str, Any]) -> str:
+    """The tables as Markdown."""
+    head = columns(outcome["attack"])
+    lines = [f"# {outcome['study']}", "", *([outcome["description"], ""] if outcome["description"] else [])]
+    for text, body in blocks(outcome["rows"], outcome["weights"]):
+        lines += [f"## {text}", "", _line(head), "|---" * len(head) + "|", *map(_line, body), ""]
+    return "\n".join(lines + [f"- {note}" for note in notes(outcome)]) + "\n"
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"

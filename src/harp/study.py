@@ -1,0 +1,202 @@
+"""Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
+
+A study is a YAML file with `recipe`, `methods`, `keep` and `seeds`, or just a recipe with the rest given as flags. A
+method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from harp import recipe as recipes
+from harp.errors import RecipeError
+from harp.pruners import PRUNERS
+from harp.recipe import Recipe, Stage, number, read, unknown
+
+SHIPPED = Path(__file__).parent / "studies"
+DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network with as many weights as are kept
+_KEYS = ("name", "description", "recipe", "methods", "keep", "seeds")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the comparison: a pruner with its options, under a name for people."""
+
+    label: str
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def pruner(self, keep: float) -> dict[str, Any]:
+        """The method as the pruner of a recipe."""
+        return {"name": self.name, **self.options, "keep": keep}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared."""
+
+    name: str
+    description: str
+    recipe: Recipe
+    methods: tuple[Method, ...]
+    keep: tuple[float, ...]  # from much to little
+    seeds: tuple[int, ...]
+
+
+def shipped() -> dict[str, Path]:
+    """The studies that come with the package, by name."""
+    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+
+
+def load(
+    source: str,
+    *,
+    methods: str | None = None,
+    keep: str | None = None,
+    seeds: str | None = None,
+    changes: Sequence[str] = (),
+) -> Study:
+    """Read a study or a recipe from a file or by its shipped name; `methods`, `keep` and `seeds` override it."""
+    known = {**recipes.shipped(), **shipped()}
+    path = Path(source) if Path(source).is_file() else known.get(source)
+    if path is None:
+        raise RecipeError(f"no file {source}, and " + unknown("shipped study or recipe", source, known))
+    content = read(path, str(path))
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} is neither a study nor a recipe: it must be a mapping")
+    if "recipe" not in content and "stages" in content:
+        content = {"name": content.get("name", path.stem), "recipe": {"name": path.stem, **content}}
+    given = {"methods": methods, "keep": keep, "seeds": seeds}
+    content |= {key: text.split(",") for key, text in given.items() if text is not None}
+    if methods is not None:
+        content["methods"] = split_methods(methods)
+    return parse({"name": path.stem, **content}, path.parent, changes)
+
+
+def parse(content: Mapping[str, Any], folder: Path = Path(), changes: Sequence[str] = ()) -> Study:
+    """Check the content of a study; a recipe named by a path is looked for from `folder`."""
+    for key in content:
+        if key not in _KEYS:
+            raise RecipeError(f"study: {unknown('key', key, _KEYS)}")
+    made = _recipe(content.get("recipe"), str(content.get("name", "study")), folder, changes)
+    name = str(content.get("name", made.name))
+    if slug(name) != name:
+        raise RecipeError(f"study: name {name!r} becomes part of folders' names: write it like {slug(name)!r}")
+    methods = tuple(method(value) for value in _list(content, "methods", []))
+    if not methods:
+        raise RecipeError("no methods to compare: give some, like --methods harp,hydra+lamp,magnitude,dense-small")
+    keep = [_share(value) for value in _list(content, "keep", [_own_keep(made)])]
+    seeds = [_seed(value) for value in _list(content, "seeds", [made.seed])]
+    for what, values in (("keep", keep), ("seeds", seeds), ("methods", [slug(one.label) for one in methods])):
+        twice = [value for position, value in enumerate(values) if value in values[:position]]
+        if twice:
+            raise RecipeError(f"study: {what}: {twice[0]} is there twice")
+    text = str(content.get("description", made.description))
+    return Study(name, text, made, methods, tuple(sorted(keep, reverse=True)), tuple(seeds))
+
+
+def split_methods(text: str) -> list[str]:
+    """Cut a list of methods at its commas, but not at those between the options of one."""
+    found: list[str] = []
+    for piece in text.split(","):
+        if found and "=" in piece and ":" not in piece.partition("=")[0]:
+            found[-1] += f",{piece}"
+        else:
+            found.append(piece.strip())
+    return found
+
+
+def method(value: Any) -> Method:
+    """Read a method from text or from a mapping, and check its options."""
+    if isinstance(value, str):
+        head, _, tail = value.partition(":")
+        pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
+        for key, equals, text in pairs:
+            if not (key.strip() and equals and text.strip()):
+                raise RecipeError(f"method {value!r}: write options like NAME:option=value,option=value")
+        options = {key.strip(): read(text, f"method {value!r}") for key, _, text in pairs}
+        return _checked(value.strip(), head.strip(), options)
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise RecipeError(f"method {value!r}: write it like harp+lamp:gamma_step=0.1 or {{label: ..., name: ..., ...}}")
+    options = {key: option for key, option in value.items() if key not in ("label", "name")}
+    return _checked(str(value.get("label", value["name"])), value["name"], options)
+
+
+def slug(label: str) -> str:
+    """A label as part of a file's name."""
+    return re.sub(r"[^\w.+=%-]+", "-", label).strip("-.") or "-"
+
+
+def _checked(label: str, text: str, options: dict[str, Any]) -> Method:
+    names = [DENSE, SMALL, *(known for known in PRUNERS if known not in ("dense", "fixed"))]
+    name, plus, strategy = text.rpartition("+") if "+" in text and text not in names else (text, "", "")
+    if name not in names:
+        raise RecipeError(unknown("method", name, names))
+    if name in (DENSE, SMALL):
+        if plus or options:
+            raise RecipeError(f"method {label!r}: {name} has no options")
+        return Method(label, name)
+    taken = inspect.signature(PRUNERS[name]).parameters
+    if plus:
+        key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
+        if key is None or key in options:
+            why = "takes no strategy" if key is None else f"has its {key} twice"
+            raise RecipeError(f"method {label!r}: {name} {why}")
+        options = {key: strategy, **options}
+    if "keep" in options:
+        raise RecipeError(f"method {label!r}: keep is the study's, the same for all methods")
+    try:
+        stage = Stage.model_validate({"name": "prune", "pruner": {"name": name, **options, "keep": 0.5}, "epochs": 0})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        message = first["msg"].removeprefix("Value error, ")
+        raise RecipeError(f"method {label!r}: {place}{': ' * bool(place)}{message}") from error
+    return Method(label, name, {key: value for key, value in stage.pruner.items() if key not in ("name", "keep")})
+
+
+def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Recipe:
+    if isinstance(value, Mapping):
+        return recipes.parse({"name": name, **value}, changes)
+    if not isinstance(value, str):
+        raise RecipeError(
+            f"study: recipe is {value!r}: give a shipped name, a path from the study's folder or a recipe"
+        )
+    path = folder / value
+    if not path.is_file() and value not in recipes.shipped():
+        raise RecipeError(f"study: no recipe file {path}, and " + unknown("shipped recipe", value, recipes.shipped()))
+    return recipes.load(path if path.is_file() else value, changes)
+
+
+def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]:
+    value = content.get(key, default)
+    if not isinstance(value, list):
+        raise RecipeError(f"study: {key} is {value!r}: give a list")
+    return value or default
+
+
+def _own_keep(made: Recipe) -> Any:
+    return next((stage.pruner["keep"] for stage in made.stages if "keep" in stage.pruner), None)
+
+
+def _share(value: Any) -> float:
+    try:
+        share = number(value)
+    except ValueError as error:
+        raise RecipeError(f"keep: {error}") from error
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise RecipeError(f"keep {value!r}: give a share above 0 and at most 1 (= 100%)")
+    return float(share)
+
+
+def _seed(value: Any) -> int:
+    if isinstance(value, str) and re.fullmatch(r"\s*-?\d+\s*", value):
+        return int(value)
+    if type(value) is not int:
+        raise RecipeError(f"seed {value!r}: give a whole number")
+    return value

@@ -1,0 +1,170 @@
+"""Studies: what is compared, read from files and flags; what makes no sense is one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harp import data, recipe, slim, study
+from harp.errors import BudgetError, RecipeError
+from harp.pruners import PRUNERS
+from harp.study import Method, method, split_methods
+from tests.test_cli import RECIPE
+
+STUDY = {"recipe": RECIPE, "methods": ["harp", "hydra+lamp"], "keep": ["5%", 0.2], "seeds": [3, 1]}
+
+
+def test_a_study_from_its_content() -> None:
+    found = study.parse({**STUDY, "name": "small", "description": "two methods"})
+    assert (found.name, found.description, found.recipe.name) == ("small", "two methods", "tiny")
+    assert found.keep == (0.2, 0.05) and found.seeds == (3, 1)
+    assert found.methods == (Method("harp", "harp"), Method("hydra+lamp", "hydra", {"strategy": "lamp"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("harp", Method("harp", "harp")),
+        ("harp+erk", Method("harp+erk", "harp", {"initial_strategy": "erk"})),
+        (
+            "harp+lamp:gamma_step=0.1,quota_lr=1e-2",
+            Method(
+                "harp+lamp:gamma_step=0.1,quota_lr=1e-2",
+                "harp",
+                {"initial_strategy": "lamp", "gamma_step": 0.1, "quota_lr": 0.01},
+            ),
+        ),
+        ({"name": "hydra", "strategy": "erk"}, Method("hydra", "hydra", {"strategy": "erk"})),
+        ({"label": "mine", "name": "hydra+lamp"}, Method("mine", "hydra", {"strategy": "lamp"})),
+        ("dense-small", Method("dense-small", "dense-small")),
+        ("dense", Method("dense", "dense")),
+    ],
+    ids=str,
+)
+def test_methods(value: Any, expected: Method) -> None:
+    assert method(value) == expected
+
+
+def test_every_pruner_can_be_named() -> None:
+    for name in PRUNERS:
+        if name != "fixed":
+            assert method(name).name == name
+
+
+def test_commas_between_methods_and_between_options() -> None:
+    text = "harp:gamma_step=0.1,quota_lr=0.2, hydra+lamp,magnitude:strategy=erk,dense-small"
+    assert split_methods(text) == [
+        "harp:gamma_step=0.1,quota_lr=0.2",
+        "hydra+lamp",
+        "magnitude:strategy=erk",
+        "dense-small",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("harb", "unknown method 'harb': did you mean 'harp'?"),
+        ("fixed", "unknown method 'fixed'"),
+        ("", "unknown method ''"),
+        ("harp:gama_step=1", "did you mean 'gamma_step'?"),
+        ("harp:gamma_step", "NAME:option=value"),
+        ("harp:gamma_step=", "NAME:option=value"),
+        ("harp:gamma_step=much", "method 'harp:gamma_step=much': gamma_step: 'much' is no number"),
+        ("hydra+lam", "unknown strategy 'lam': did you mean 'lamp'?"),
+        ("hydra+lamp:strategy=erk", "has its strategy twice"),
+        ("harp-s+lamp", "harp-s takes no strategy"),
+        ("harp:keep=1%", "keep is the study's"),
+        ("dense-small:width=3", "dense-small has no options"),
+        ("dense+lamp", "dense has no options"),
+        ({"label": "x"}, "write it like"),
+        (7, "write it like"),
+    ],
+    ids=str,
+)
+def test_methods_that_make_no_sense(value: Any, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        method(value)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"method": ["harp"]}, "unknown key 'method': did you mean 'methods'?"),
+        ({"methods": []}, "no methods to compare"),
+        ({"methods": "harp"}, "methods is 'harp': give a list"),
+        ({"methods": ["harp", "harp"]}, "methods: harp is there twice"),
+        ({"keep": ["1%", 0.01]}, "keep: 0.01 is there twice"),
+        ({"keep": ["110%"]}, "above 0 and at most 1"),
+        ({"keep": [True]}, "no number"),
+        ({"keep": ["few"]}, "'few' is no number"),
+        ({"seeds": [0, "0"]}, "seeds: 0 is there twice"),
+        ({"seeds": [0.5]}, "seed 0.5: give a whole number"),
+        ({"recipe": 3}, "recipe is 3"),
+        ({"recipe": "digits/harp-98"}, "did you mean 'digits/harp-99'?"),
+        ({"recipe": {**RECIPE, "stagse": []}}, "did you mean 'stages'?"),
+        ({"name": "a/b"}, "write it like 'a-b'"),
+    ],
+    ids=str,
+)
+def test_studies_that_make_no_sense(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        study.parse({**STUDY, **change})
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_recipe_beside_the_study_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.yaml").write_text(yaml.safe_dump(RECIPE))
+    (tmp_path / "sub" / "s.yaml").write_text(yaml.safe_dump({**STUDY, "recipe": "mine.yaml"}))
+    monkeypatch.chdir(tmp_path)
+    found = study.load("sub/s.yaml", changes=["seed=9"])
+    assert found.name == "s" and found.recipe.name == "tiny" and found.recipe.seed == 9
+
+
+def test_flags_override_and_a_recipe_alone_will_do() -> None:
+    found = study.load("digits/harp-99", methods="hydra,magnitude")
+    assert found.name == "digits-harp-99" and found.keep == (0.01,) and found.seeds == (0,)
+    found = study.load("digits", methods="harp:gamma_step=0.1,hydra", keep="10%,1/50", seeds="4,5")
+    assert [one.name for one in found.methods] == ["harp", "hydra"]
+    assert found.keep == (0.1, 0.02) and found.seeds == (4, 5)
+    with pytest.raises(RecipeError, match="no methods to compare"):
+        study.load("digits/harp-99")
+    with pytest.raises(RecipeError, match="did you mean 'digits'"):
+        study.load("digit")
+
+
+@pytest.mark.parametrize("name", study.shipped())
+def test_shipped_studies_are_whole(name: str) -> None:
+    found = study.load(name)
+    assert found.description and len(found.methods) > 1 and found.seeds
+
+
+@pytest.mark.parametrize("model", ["tinynet", "convnet", "resnet8"])
+@pytest.mark.parametrize("keep", [0.5, 0.1, 0.03])
+def test_a_small_dense_network_is_as_large_as_the_budget_allows(model: str, keep: float) -> None:
+    digits = data.load("digits", None)
+    made = recipe.parse({**RECIPE, "model": {"name": model}})
+    total = round(keep * slim.weights(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
+    width = slim.width(made, digits, total)
+    assert slim.weights(made, digits, width) <= total < slim.weights(made, digits, width + 1 / slim.STEPS)
+    # Steps below 1 / STEPS are no other networks: half a channel of the widest layer is more than that.
+    fine = [slim.weights(made, digits, width + part / slim.STEPS / 8) for part in range(9)]
+    assert len({count for count in fine if count > total}) == 1
+
+
+def test_budgets_below_the_narrowest_network_and_models_without_width(tmp_path: Path) -> None:
+    digits = data.load("digits", None)
+    with pytest.raises(BudgetError, match="at its narrowest, above 20"):
+        slim.width(recipe.parse(RECIPE), digits, 20)
+    source = tmp_path / "mine.py"
+    source.write_text(
+        "from torch import nn\ndef net(num_classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
+        "def same(num_classes, width=1): return net(num_classes)\n"
+    )
+    with pytest.raises(RecipeError, match="no option 'width'"):
+        slim.width(recipe.parse({**RECIPE, "model": f"{source}:net"}), digits, 20)
+    with pytest.raises(RecipeError, match="does not grow"):
+        slim.width(recipe.parse({**RECIPE, "model": f"{source}:same"}), digits, 1000)
