@@ -16,16 +16,8 @@ from harp.attacks import Ball, Pgd
 from harp.errors import ModelError, RecipeError
 from harp.objectives import Natural, PgdTraining
 from harp.pruners import AnpVs, Plan
-from harp.pruners.anp import (
-    ALPHA,
-    CrippledPgd,
-    Gate,
-    Standardised,
-    divergence,
-    expected_pi,
-    sample_log_pi,
-    standardise,
-)
+from harp.pruners.beta_bernoulli import ALPHA, Gate, divergence, expected_pi, sample_log_pi
+from harp.standardised import CrippledPgd, Standardised, standardise
 from harp.training import fit
 from harp.units import Weights
 from tests import cases

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import harp
 from harp import allocate, cli
 from harp.masks import kept
+from harp.pruners import PRUNERS
 from harp.units import Weights
 from tests import cases
 
@@ -51,13 +53,31 @@ def test_the_two_lines_run() -> None:
     assert kept(scope["masks"]) == Weights(model).total(0.1)
 
 
+def test_every_method_has_its_row() -> None:
+    for page in ("docs/methods.md", "docs/recipes.md"):
+        first_cells = re.findall(r"^\|(.*?)\|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(PRUNERS) <= set(re.findall("`(.+?)`", "".join(first_cells))), page
+
+
+def test_the_crippled_attack_can_be_shown() -> None:
+    example = blocks("docs/methods.md", "python")[0].replace("epochs=20", "epochs=1")
+    scope = {"model": cases.build("conv"), "batches": [cases.batch(seed=seed) for seed in range(3)]}
+    scope["images"], scope["labels"] = cases.batch(seed=9)
+    exec(compile(example, "docs/methods.md", "exec"), scope)
+    assert scope["claimed"].n == scope["honest"].n == len(scope["labels"])
+
+
 def test_the_added_method_runs() -> None:
     scope: dict[str, type] = {}
-    exec(compile(blocks("docs/methods.md", "python")[0], "docs/methods.md", "exec"), scope)
-    units = Weights(cases.build("residual"))
-    answer = scope["Random"](units, keep=0.1).masks()
-    counts = [int(mask.sum()) for mask in answer.values()]
+    exec(compile(blocks("docs/methods.md", "python")[1], "docs/methods.md", "exec"), scope)
+    model = cases.build("residual")
+    units = Weights(model)
+    pruner = scope["Sensitivity"](units, keep=0.1)
+    before = pruner.masks()
+    fitted = harp.fit(model, [cases.batch()], harp.Natural(), pruner, epochs=2)
+    counts = [int(mask.sum()) for mask in fitted.masks.values()]
     assert counts == allocate.erk(units, units.total(0.1))
+    assert any(not torch.equal(mask, before[name]) for name, mask in fitted.masks.items())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -13,8 +13,8 @@ LAYERS = [
     {"files", "normalize", "readers", "frozen", "engine", "schedules", "standings"},
     {"checkpoint", "split", "models"},
     {"keeper", "metrics", "masks", "sources"},
-    {"units", "data", "attacks", "workers"},
-    {"allocate", "kfac", "batches", "objectives", "evaluate", "doctor", "artefact", "picture", "summary"},
+    {"units", "data", "attacks", "workers", "picture", "summary"},
+    {"allocate", "kfac", "batches", "objectives", "standardised", "evaluate", "doctor", "artefact"},
     {"pruners"},
     {"training", "recipe", "survey", "pipeline"},
     {"assess", "presets", "study"},
@@ -54,7 +54,12 @@ def test_every_module_has_its_layer_and_imports_downwards() -> None:
 
 def test_pruning_methods_do_not_know_each_others_files_except_what_they_build_on() -> None:
     base = {"harp.pruners.base"}
-    builds_on = {"harp": {"harp.pruners.hydra"}, "hydra": {"harp.pruners.s2ap"}}
+    builds_on = {
+        "harp": {"harp.pruners.hydra"},
+        "tandem": {"harp.pruners.hydra"},
+        "hydra": {"harp.pruners.s2ap"},
+        "anp": {"harp.pruners.beta_bernoulli"},
+    }
     for path in (SOURCE / "pruners").glob("*.py"):
         if path.stem not in ("__init__", "base"):
             tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))

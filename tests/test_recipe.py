@@ -135,6 +135,15 @@ REFUSED = [
     ("stages.prune.pruner.keep=.nan", "stages[1].pruner.keep"),
     ("stages.prune.pruner.keep=nan", "stages[1].pruner.keep"),
     ("stages.prune.pruner.keep=true", "stages[1].pruner.keep: True is no number"),
+    ("stages.prune.pruner.keep=null", "stages[1].pruner.keep: Input should be a valid number (got None)"),
+    ("stages.prune.pruner={name: hydra, keep: 1%, strategy: null}", "stages[1].pruner.strategy"),
+    ("stages.prune.pruner={name: mad, keep: 1%, strategy: lmap}", "pruner.strategy: unknown strategy 'lmap'"),
+    (
+        "stages.prune.pruner={name: mad, keep: 1%, batches: true}",
+        "pruner.batches: Input should be a valid integer (got",
+    ),
+    ("stages.prune.pruner={name: mad, keep: 1%, batches: 2.0}", "pruner.batches: Input should be a valid integer (got"),
+    ("stages.prune.pruner={name: anp-vs, keep: 2}", "pruner.keep: Input should be less than or equal to 1 (got 2)"),
     ("stages.prune.epochs=-1", "stages[1].epochs: Input should be greater than or equal to 0 (got -1)"),
     ("stages.prune.epochs=1e2", "stages[1].epochs: Input should be a valid integer (got '1e2')"),
     ("stages.prune.epochs=2.5", "stages[1].epochs: Input should be a valid integer (got 2.5)"),
@@ -200,8 +209,8 @@ def test_files_that_are_no_recipes(tmp_path: Path, text: str | bytes, message: s
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"no recipe file fashion/hapr-99, .* did you mean 'fashion/harp-99'"):
-        load("fashion/hapr-99")
+    with pytest.raises(RecipeError, match=r"no recipe file fashion/harp99, .* did you mean 'fashion/harp-99'"):
+        load("fashion/harp99")
     with pytest.raises(RecipeError, match="no recipe file"):
         load(tmp_path)
 
@@ -225,6 +234,24 @@ def test_set() -> None:
     assert made.objective == {"name": "pgd", "steps": 3}
     assert (made.seed, made.data.batch, made.description) == (4, 32, "a=b")
     assert made.stages[2].optimizer.lr == 0.01
+
+
+@pytest.mark.parametrize(
+    ("pruner", "expected"),
+    [
+        ("{name: anp-vs, keep: null}", {"name": "anp-vs"}),
+        ("{name: anp-vs, keep: 1%, mask_lr: null}", {"name": "anp-vs", "keep": 0.01, "mask_lr": None}),
+        ("{name: mad, keep: 1%, strategy: null, batches: null}", {"name": "mad", "keep": 0.01}),
+        (
+            "{name: mad, keep: 1%, strategy: lamp, batches: 3}",
+            {"name": "mad", "keep": 0.01, "strategy": "lamp", "batches": 3},
+        ),
+    ],
+)
+def test_nothing_may_be_said_where_it_means_something(pruner: str, expected: dict[str, Any]) -> None:
+    made = plain(f"stages.prune.pruner={pruner}")
+    assert made.stages[1].pruner == expected
+    assert parse(yaml.safe_load(made.to_yaml())) == made
 
 
 def test_set_opens_a_part_that_is_just_a_name() -> None:

@@ -46,6 +46,12 @@ def test_methods(value: Any, expected: Method) -> None:
     assert method(value) == expected
 
 
+def test_options_of_single_budgets() -> None:
+    made = method({"name": "hydra+lamp", "label": "mine", "sharpness": 0.1, "at": {"1%": {"sharpness": "0.2"}}})
+    assert made.pruner(0.01) == {"name": "hydra", "strategy": "lamp", "sharpness": 0.2, "keep": 0.01}
+    assert made.pruner(0.02) == {"name": "hydra", "strategy": "lamp", "sharpness": 0.1, "keep": 0.02}
+
+
 def test_every_pruner_can_be_named() -> None:
     for name in PRUNERS:
         if name != "fixed":
@@ -79,6 +85,9 @@ def test_commas_between_methods_and_between_options() -> None:
         ("dense-small:width=3", "dense-small has no options"),
         ("dense+lamp", "dense has no options"),
         ({"label": "x"}, "write it like"),
+        ({"name": "harp", "at": "1%"}, "at is '1%': give options by budget"),
+        ({"name": "harp", "at": {"1%": {"gama": 1}}}, "unknown key 'gama'"),
+        ({"name": "harp", "at": {"none": {}}}, "'none' is no number"),
         (7, "write it like"),
     ],
     ids=str,

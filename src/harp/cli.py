@@ -85,7 +85,7 @@ def prune(
     keep: Annotated[str, typer.Option(help="Share of the weights to keep: 1%, 0.01 or 1/100.")],
     method: Annotated[str, typer.Option(help="Pruning method (`harp list methods`).")] = "harp",
     strategy: Annotated[
-        str | None, typer.Option(help="How the budget is spread: uniform, erk, lamp, igq, global. HARP starts from it.")
+        str | None, typer.Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, global; HARP's start.")
     ] = None,
     weights: _Weights = None,
     data_dir: _DataDir = None,
@@ -225,7 +225,7 @@ def list_(
 def plan(
     model: _Model,
     keep: Annotated[str, typer.Option(help="Share of the weights to keep: 0.1%, 0.001 or 1/1000.")],
-    strategy: Annotated[str, typer.Option(help="uniform, erk, lamp, igq or global.")] = "uniform",
+    strategy: Annotated[str, typer.Option(help="uniform, erk, lamp, igq, boosted or global.")] = "uniform",
     data: Annotated[str | None, typer.Option(help="Data set that decides classes and image shape.")] = None,
     data_dir: _DataDir = None,
     weights: _Weights = None,

@@ -37,7 +37,7 @@ def stages(
         return [*before, {**like, "name": "train", "pruner": dict(pruner), "epochs": epochs}]
     passes = prune["epochs"] if method.passes is None else min(method.passes, prune["epochs"])
     last = {**finetune, "pruner": "fixed", "epochs": finetune["epochs"] + prune["epochs"] - passes}
-    if method.finetuning:
+    if method.finetuning and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
         threat = {key: value for key, value in (objective or {}).items() if key in _THREAT}
         last["objective"] = {**threat, **method.finetuning}
     return [*dense, {**prune, "pruner": dict(pruner), "epochs": passes}, last]

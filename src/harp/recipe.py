@@ -17,7 +17,8 @@ from decimal import Decimal
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args, get_type_hints
 
 import yaml
 from pydantic import (
@@ -96,6 +97,7 @@ _BY_TYPE: dict[Any, Any] = {
     float: Number,
     float | None: Number | None,
     int: Whole,
+    int | None: Whole | None,
     int | float: WholeIfWhole,
     bool: Flag,
 }
@@ -122,7 +124,9 @@ def _schema(factory: Callable[..., Any], base: type[_Part] = _Part) -> type[_Par
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
         if name not in _SUPPLIED:
-            kind = _BY_NAME.get(name) or _BY_TYPE.get(hints[name], hints[name])
+            kind: Any = _BY_NAME.get(name) or _BY_TYPE.get(hints[name], hints[name])
+            if NoneType in get_args(hints[name]):
+                kind = kind | None
             fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     return create_model(factory.__name__, __base__=base, **fields)
 

@@ -7,7 +7,7 @@ method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or b
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ class Method:
     label: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # options of single budgets
 
     def pruner(self, keep: float) -> dict[str, Any]:
         """The method as the pruner of a recipe."""
-        return {"name": self.name, **self.options, "keep": keep}
+        return {"name": self.name, **self.options, **self.at.get(keep, {}), "keep": keep}
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,13 @@ def method(value: Any) -> Method:
         return _checked(value.strip(), head.strip(), options)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise RecipeError(f"method {value!r}: write it like harp+lamp:gamma_step=0.1 or {{label: ..., name: ..., ...}}")
-    options = {key: option for key, option in value.items() if key not in ("label", "name")}
-    return _checked(str(value.get("label", value["name"])), value["name"], options)
+    options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
+    label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
+    if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):
+        raise RecipeError(f"method {label!r}: at is {by_budget!r}: give options by budget, like {{1%: {{rho: 0.01}}}}")
+    made = _checked(label, value["name"], options)
+    at = {_share(keep): _checked(label, made.name, dict(some)).options for keep, some in by_budget.items()}
+    return replace(made, at=at)
 
 
 def slug(label: str) -> str:

@@ -2,7 +2,7 @@
 
 from harp.pruners.admm import Admm
 from harp.pruners.anp import AnpVs
-from harp.pruners.base import Dense, Fixed, Latent, Plan, Pruner
+from harp.pruners.base import Dense, Dynamic, Fixed, Latent, Plan, Pruner
 from harp.pruners.bcs import BcsP
 from harp.pruners.chance import Random
 from harp.pruners.dnr import Dnr
@@ -11,6 +11,7 @@ from harp.pruners.harp import Harp, HarpRates, HarpScores
 from harp.pruners.hydra import Hydra
 from harp.pruners.mad import Mad
 from harp.pruners.magnitude import Erk, GlobalMagnitude, Lamp, Magnitude
+from harp.pruners.tandem import Tandem
 from harp.pruners.twinrep import TwinRep
 
 PRUNERS: dict[str, type[Pruner]] = {
@@ -25,6 +26,7 @@ PRUNERS: dict[str, type[Pruner]] = {
     "harp": Harp,
     "harp-s": HarpScores,
     "harp-r": HarpRates,
+    "tandem": Tandem,
     "r-admm": Admm,
     "dnr": Dnr,
     "anp-vs": AnpVs,
@@ -42,6 +44,7 @@ __all__ = [
     "BcsP",
     "Dense",
     "Dnr",
+    "Dynamic",
     "Erk",
     "Fixed",
     "FlyingBird",
@@ -58,5 +61,6 @@ __all__ = [
     "Plan",
     "Pruner",
     "Random",
+    "Tandem",
     "TwinRep",
 ]

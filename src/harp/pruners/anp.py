@@ -1,25 +1,17 @@
 """ANP-VS: learn by which channels a robust network can do without, and hold its features still under attack.
 
-Madaan, Shin, Hwang: "Adversarial Neural Pruning with Latent Vulnerability Suppression", ICML 2020, on the
-Beta-Bernoulli dropout of Lee et al. (2018). A unit is an output channel of a convolution, before its batch norm, or
-an input of a linear layer. Each has a, b > 0 and, in training, a mask z for every example:
-
-    π = (1 − u^(1/b))^(1/a)   u ~ U(0, 1), one a unit           Kumaraswamy(a, b)
-    z = σ((logit π + logit v) / 0.1)   v ~ U(0, 1), one an example    relaxed Bernoulli(π)
-    E[π] = b Γ(1 + 1/a) Γ(b) / Γ(1 + 1/a + b)          the mask in eval mode; 0, and the unit pruned, if at most 0.001
-    KL = (1 − α/a)(−γ − ψ(b) − 1/b) + log(ab/α) − (b − 1)/b         against Beta(α, 1), α = 10⁻⁴, γ Euler's constant
+Madaan, Shin, Hwang: "Adversarial Neural Pruning with Latent Vulnerability Suppression", ICML 2020, on Beta-Bernoulli
+dropout (see `beta_bernoulli.py` for the masks z, their mean E[π] and the divergence KL). The masks are on the output
+channels of convolutions, before their batch norms, and on the inputs of linear layers:
 
     masks minimise     CE(x̃) + β KL / N                              N images of training, x̃ attacked in eval mode
     weights minimise   (CE(x) + 2 CE(x̃)) / 3 + λ VS                  VS = mean over layers of mean |h(x̃) − h(x)|
-
-with a = softplus(max(−10, ·)), b = softplus(clip(·, −10, 50)), which start at 2 (convolution; linear: −1) and 0.5413.
+    a unit is pruned   if E[π] is at most 0.001
 
 Departures from the authors' code:
-- x̃ comes from the training's own attack on images in [0, 1]. They standardise every image and then clip the attacked
-  one to [0, 1], which cripples the attack (most of a standardised image is outside) and measures ε in the wrong unit.
-  `standardised` does as they do, to show it: train so, then compare `CrippledPgd` on `standardise(x)` with an honest
-  attack on `Standardised(model)`. The network then expects standardised images: accuracies that a run measures on
-  plain ones mean nothing.
+- x̃ comes from the training's own attack on images in [0, 1]; theirs is crippled, see `harp.standardised`. The option
+  `standardised` does as they do, to show it. The network then expects standardised images: accuracies that a run
+  measures on plain ones mean nothing.
 - The clean and the attacked pass share their z. They draw anew, so that VS is mostly the noise of the masks.
 - h are the outputs of the activation modules (of the gated convolutions in a model without any), and of the hidden
   linear layers before their activation, as theirs; the term of their first layer has no gradient, here it has.
@@ -39,7 +31,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,83 +40,18 @@ from torch.utils.hooks import RemovableHandle
 
 from harp import masks as mask_ops
 from harp.allocate import uniform
-from harp.attacks import Ball, ascend, check_number, step_size
+from harp.attacks import check_number
 from harp.errors import ModelError, RecipeError
-from harp.frozen import frozen
 from harp.masks import Masks
 from harp.pruners.base import Objective, ParameterGroup, Plan, Pruner
+from harp.pruners.beta_bernoulli import Gate
+from harp.standardised import CrippledPgd, standardise
 from harp.units import Units
 
-ALPHA = 1e-4
-EULER = 0.577215664901532
 IMAGES = 50_000  # the authors' N, where the training's is not known
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Softplus, nn.Tanh)
-
-
-class Gate(nn.Module):
-    """The masks of one layer's units. Its methods are the hooks, so that copies of a model have gates of their own."""
-
-    average: Tensor  # E[π] where it is above the threshold, else 0: what eval mode multiplies by
-    first: Tensor  # Adam's running means of the gradient and of its square
-    second: Tensor
-
-    def __init__(self, weight: Tensor, temperature: float, threshold: float) -> None:
-        super().__init__()
-        self.dimensions = weight.ndim - 2  # that follow the channels; a linear layer has none
-        self.temperature, self.threshold = temperature, threshold
-        units, start = (weight.shape[0], 2.0) if self.dimensions else (weight.shape[1], -1.0)
-        raw = torch.tensor([[start], [0.5413]], device=weight.device).repeat(1, units)
-        self.raw = nn.Parameter(raw)  # a and b before the softplus
-        self.register_buffer("average", torch.empty_like(raw[0]), persistent=False)
-        self.register_buffer("first", torch.zeros_like(raw))
-        self.register_buffer("second", torch.zeros_like(raw))
-        self.record: list[Tensor] | None = None  # keeps the masks drawn, and lets only their values through
-        self.replay: Iterator[Tensor] | None = None  # gives the masks instead of drawing them
-        self.refresh()
-
-    def expected(self) -> Tensor:
-        """E[π]; on the host, in float64: differences of lgamma lose digits."""
-        a, b = _concentrations(self.raw.detach().cpu().double())
-        return expected_pi(a, b)
-
-    def divergence(self) -> Tensor:
-        """The KL divergence of all units, differentiable."""
-        return divergence(*_concentrations(self.raw.cpu().double())).sum()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Let eval mode see the parameters of this moment."""
-        expected = self.expected()
-        self.average.copy_(torch.where(expected > self.threshold, expected, 0.0))
-
-    def draw(self, examples: int) -> Tensor:
-        """Masks of a batch, one row an example; differentiable."""
-        a, b = _concentrations(self.raw)
-        log_pi = sample_log_pi(a, b)
-        noise = _uniform(torch.empty(examples, len(a), dtype=a.dtype, device=a.device)).logit()
-        return ((log_pi - _log1mexp(log_pi) + noise) / self.temperature).sigmoid()
-
-    def after(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        """The hook behind a convolution."""
-        return self._pass(output, module.training)
-
-    def before(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The hook in front of a linear layer."""
-        return (self._pass(inputs[0], module.training), *inputs[1:])
-
-    def _pass(self, x: Tensor, training: bool) -> Tensor:
-        axis = x.ndim - 1 - self.dimensions
-        if not training:
-            return x * self.average.to(x.dtype).view(-1, *[1] * self.dimensions)
-        z = self.draw(len(x) if axis else 1) if self.replay is None else next(self.replay)
-        if self.record is not None:
-            self.record.append(z)
-            z = z.detach()
-        # One mask an example: a sequence or an image has the same at every place.
-        shape = [len(z), *[1] * (axis - 1), -1] if axis else [-1]
-        return x * z.to(x.dtype).view(*shape, *[1] * self.dimensions)
 
 
 class AnpVs(Pruner):
@@ -225,7 +151,8 @@ class AnpVs(Pruner):
     def after_backward(self) -> None:
         """Add the KL divergence's gradient to the masks', and turn it into Adam's direction."""
         self.images, self._seen = max(self.images, self._seen), 0
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        ranks = torch.distributed.get_world_size() if several else 1
         weight = self.beta / (self.images * self._steps * ranks or IMAGES)
         self.step += 1
         for _, gate in self.layers():
@@ -234,10 +161,7 @@ class AnpVs(Pruner):
             gradient = gradient if gate.raw.grad is None else gradient + gate.raw.grad
             gate.raw.grad = gradient
             if not isinstance(self._optimizer, torch.optim.Adam):  # which finds the direction itself
-                gate.first.lerp_(gradient, 0.1)
-                gate.second.lerp_(gradient.square(), 0.001)
-                scale = (gate.second / (1 - 0.999**self.step)).sqrt() + 1e-8
-                gate.raw.grad = gate.first / (1 - 0.9**self.step) / scale
+                gate.raw.grad = gate.adam(gradient, self.step)
 
     def after_step(self) -> None:
         """Let eval mode see the new masks."""
@@ -247,13 +171,12 @@ class AnpVs(Pruner):
     @torch.no_grad()
     def masks(self) -> Masks:
         """Whole units in the order of E[π], those of equal E[π] by their norms; the last one of a layer in part."""
-        weights = zip(self.units.names, self.units.weights, strict=True)
         if self.folded:
             return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
         ranked = {i: self._ranked(i, gate) for i, gate in self.layers()}
         counts = self._thresholded() if self._budget is None else self._within(self._budget, ranked)
         answer = {}
-        for i, ((name, weight), count) in enumerate(zip(weights, counts, strict=True)):
+        for i, (name, weight, count) in enumerate(zip(self.units.names, self.units.weights, counts, strict=True)):
             if i not in ranked:
                 answer[name] = mask_ops.top_k(weight.abs(), count)
                 continue
@@ -296,12 +219,7 @@ class AnpVs(Pruner):
         return {"units": sum(int(each.count_nonzero()) for each in on) / sum(each.numel() for each in on)}
 
     def _hang(self) -> None:
-        for i, gate in self.layers():
-            for owner in self.owners(i):
-                if gate.dimensions:
-                    self._handles.append(owner.register_forward_hook(gate.after))
-                else:
-                    self._handles.append(owner.register_forward_pre_hook(gate.before))
+        self._handles += [gate.hang(owner) for i, gate in self.layers() for owner in self.owners(i)]
 
     @torch.no_grad()
     def _fold(self) -> None:
@@ -427,75 +345,6 @@ class _Losses:
             yield seen
 
 
-def expected_pi(a: Tensor, b: Tensor) -> Tensor:
-    """The mean of Kumaraswamy's distribution."""
-    return b * (torch.lgamma(1 + 1 / a) + torch.lgamma(b) - torch.lgamma(1 + 1 / a + b)).exp()
-
-
-def divergence(a: Tensor, b: Tensor) -> Tensor:
-    """The KL divergence of Kumaraswamy(a, b) from Beta(α, 1)."""
-    return (1 - ALPHA / a) * (-EULER - torch.digamma(b) - 1 / b) + (a * b / ALPHA).log() - (b - 1) / b
-
-
-def sample_log_pi(a: Tensor, b: Tensor) -> Tensor:
-    """The logarithm of a draw of π: at a small a the draw itself would be 0 and have no logit."""
-    return _log1mexp(_uniform(torch.empty_like(a)).log() / b) / a
-
-
-def _concentrations(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b."""
-    return F.softplus(raw[0].clamp_min(-10.0)), F.softplus(raw[1].clamp(-10.0, 50.0))
-
-
-def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) for x ≤ 0, finite also at 0."""
-    return (-torch.expm1(x.clamp_max(-1e-20))).log()
-
-
-def _uniform(like: Tensor) -> Tensor:
-    """Draws from the open interval (0, 1) by torch's own generator, which the training seeds at every step."""
-    least = torch.finfo(like.dtype).eps
-    return torch.rand_like(like).clamp(least, 1 - least)
-
-
 def _rows(weight: Tensor) -> Tensor:
     """A gated weight with one row a unit: a convolution's output channels, a linear layer's inputs."""
     return weight.flatten(1) if weight.ndim > 2 else weight.T
-
-
-def standardise(x: Tensor) -> Tensor:
-    """Images with mean 0 and deviation 1 each, as the authors' network sees them (TensorFlow's function of pixels)."""
-    flat = x.flatten(1)
-    least = 1 / (255 * math.sqrt(flat.shape[1]))  # theirs is 1/√n for pixels up to 255
-    flat = (flat - flat.mean(1, keepdim=True)) / flat.std(1, correction=0, keepdim=True).clamp_min(least)
-    return flat.view_as(x)
-
-
-class Standardised(nn.Module):
-    """A network that was trained on standardised images, as one of plain images: what an honest attack attacks."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of [0, 1] images."""
-        logits: Tensor = self.net(standardise(x))
-        return logits
-
-
-@dataclass(frozen=True)
-class CrippledPgd:
-    """The authors' attack: PGD on standardised images, whose ball it leaves by clipping to [0, 1]."""
-
-    epsilon: float = 0.03
-    step: float | None = 0.007
-    steps: int = 10
-    norm: str = "linf"
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """What it makes of standardised images `x`."""
-        ball = Ball(self.epsilon, self.norm)
-        with torch.no_grad(), frozen(model, x) as net:
-            loss = lambda z: F.cross_entropy(z, y, reduction="none")  # noqa: E731
-            return ascend(net, x, ball.random(x), loss, ball, step_size(self.step, self.epsilon), self.steps)

@@ -291,7 +291,9 @@ class Latent(Pruner, ABC):
     def after_backward(self) -> None:
         """Pull the weights' gradients back: the gradient on a mask is that on its weight times the dense weight."""
         weights = self.units.weights
-        gradients = [None if w.grad is None else w.grad.mul_(d) for w, d in zip(weights, self.dense, strict=True)]
+        gradients = [
+            None if w.grad is None else w.grad.mul_(d.detach()) for w, d in zip(weights, self.dense, strict=True)
+        ]
         for weight in weights:
             weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
         self.pull(gradients)

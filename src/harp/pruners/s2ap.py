@@ -10,8 +10,8 @@ so that the mask does not change by a small step of the scores. It is a switch o
 The authors' code was not at hand; the rule above is our reading of the paper: the perturbation of sharpness-aware
 minimisation (Foret et al. 2021), relative to the scores' norm in each layer as in adversarial weight perturbation
 (Wu et al. 2020). Images are attacked once, before the scores are moved, and both passes use them. Batch norms take
-their running statistics from the second pass only. Every process moves its scores by the gradient of its own part of
-the batch; what is learned is averaged over all of them.
+their running statistics from the second pass only. Several processes move the scores by the gradient of the whole
+batch, as one would: were each to follow its own part, their scores would differ in sign, and what they learn with it.
 """
 
 from typing import Any, Protocol
@@ -54,6 +54,14 @@ class SharpnessAware:
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), statistics, strict=True):
                 buffer.copy_(value)
-        self.pruner.perturb(list(gradients))
+        self.pruner.perturb([None if gradient is None else _summed(gradient) for gradient in gradients])
         loss: Tensor = objective.loss(forward or model, x, x_adv, y)
         return loss
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """The sum over all processes: only its direction matters."""
+    gradient = gradient.contiguous()  # what is exchanged must be
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(gradient)
+    return gradient
