@@ -190,6 +190,13 @@ class Pruner(nn.Module):
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 value.masked_fill_(where, 0.0)
 
+    def _lend(self) -> list[nn.Parameter]:
+        """Let the prunable weights lend their gradients only; return all else that the model trains."""
+        weights = {id(weight) for weight in self.units.weights}
+        others = [p for p in self.units.model.parameters() if p.requires_grad and id(p) not in weights]
+        self._train_only([*others, *self.units.weights])
+        return others
+
     def _train_only(self, chosen: Iterable[nn.Parameter]) -> None:
         """Ask gradients of these model parameters only, and remember how it was."""
         wanted = {id(parameter) for parameter in chosen}

@@ -14,8 +14,9 @@ by deaths alone. As replacements come in proportion to the layers' sizes, the ra
 With a strategy this is BCS-P + LAMP as in HARP's paper: the strategy's counts, read off the weights that the model
 has when the pruner is made, are the start, and replacements are drawn in proportion to them instead of to n_l.
 
-A stage ends at a pooling layer and with a child of the model, which gives the authors' densities on their VGG16 and
-ResNets. A stage with more than a tenth of all weights gets 0.5 p: 0.6 of it could not fall to the budget in time.
+A stage ends where the image gets smaller (pooling, strides) and with a child of the model, which gives the authors'
+densities on their VGG16 and ResNets. A stage with more than a tenth of all weights gets 0.5 p: 0.6 of it could not fall
+to the budget in time.
 
 Departures from the authors' code (TensorFlow):
 - the answer has exactly ⌊p N⌋ weights at every moment: while more are active, the largest θ of them;
@@ -123,9 +124,7 @@ class BcsP(Pruner):
 
     def trainable(self) -> list[ParameterGroup]:
         """θ, whose decay is this method's own, and all else that the model trains; weights only lend gradients."""
-        weights = {id(weight) for weight in self.units.weights}
-        others = [p for p in self.units.model.parameters() if p.requires_grad and id(p) not in weights]
-        self._train_only([*others, *self.units.weights])
+        others = self._lend()
         groups: list[ParameterGroup] = [{"params": list(self.theta), "weight_decay": 0.0}]
         return [*groups, {"params": others}] if others else groups
 
@@ -211,7 +210,8 @@ def start_rates(units: Units, keep: float) -> list[float]:
     stage, child, stages = 0, "", {}
     for name, module in units.model.named_modules():
         inner = name.removeprefix(shared).partition(".")[0]
-        if inner != child or isinstance(module, _POOLS):
+        strides = np.atleast_1d(getattr(module, "stride", 1) or 1)  # a pooling layer's may be None
+        if inner != child or isinstance(module, _POOLS) or (strides > 1).any():
             stage, child = stage + 1, inner
         stages[name] = stage
     found = [stages[name.rpartition(".")[0]] for name in units.names]

@@ -5,19 +5,17 @@ a layer happen to have. In a short training, or at a budget of a few hundred wei
 leave the magnitude mask, and what is kept does not fit together until fine-tuning. Here
 
     scores     ∂L/∂s as in HYDRA, but scaled in each layer to the norm  p ‖s‖   (p = `pace`)
-    weights    ∂L/∂w = ∂L/∂ŵ · M · q   on kept weights                          (q = `share`)
+    weights    ∂L/∂w = ∂L/∂ŵ · M · q   on kept weights; biases and norms as always   (q = `share`)
     rates      fixed: those of a strategy on the dense network, by default LAMP's
 
 so a step moves every layer's scores by the same share of their size, whatever its width, depth or the loss's scale
 (the idea of layer-wise rates: You et al. 2017), and kept weights follow their masks slowly. There are no quotas and
-no γ. The dense weights of what is not kept stay as they were, so a weight that comes back is a trained one.
+no γ. What is not kept stays as it was but for weight decay, so a weight that comes back is a trained one.
 
 What each part is worth is measured in `benchmarks/`: `share` 0 and the strategy are the ablations, HYDRA is the rest.
 """
 
 from collections.abc import Mapping
-
-from torch import nn
 
 from harp.errors import RecipeError
 from harp.pruners.base import ParameterGroup
@@ -51,10 +49,11 @@ class Tandem(Hydra):
         for dense in self.dense:
             dense.requires_grad_(share > 0)
 
-    def latents(self) -> list[ParameterGroup]:
-        """Scores and weights."""
-        weights: list[nn.Parameter] = list(self.dense) if self.share else []
-        return [{"params": [*self.scores, *weights]}]
+    def trainable(self) -> list[ParameterGroup]:
+        """Scores, weights, and all else that the model trains."""
+        if not self.share:
+            return super().trainable()
+        return [{"params": [*self.scores, *self.dense, *self._lend()]}]
 
     def after_backward(self) -> None:
         """Weights take their share of the gradient where they are kept; scores take its direction."""

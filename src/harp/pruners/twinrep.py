@@ -77,9 +77,7 @@ class TwinRep(Pruner):
 
     def trainable(self) -> list[ParameterGroup]:
         """Both factors and all else that the model trains; the weights only lend their gradients."""
-        weights = {id(weight) for weight in self.units.weights}
-        others = [p for p in self.units.model.parameters() if p.requires_grad and id(p) not in weights]
-        self._train_only([*others, *self.units.weights])
+        others = self._lend()
         return [{"params": [*self.left, *self.right, *others]}]
 
     def start(self, plan: Plan | None = None) -> None:
