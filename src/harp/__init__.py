@@ -45,6 +45,7 @@ _HOMES = {
     "Pruner": "harp.pruners",
     "Random": "harp.pruners",
     "Trades": "harp.objectives",
+    "Tandem": "harp.pruners",
     "TwinRep": "harp.pruners",
     "Weights": "harp.units",
     "accuracy": "harp.evaluate",

@@ -12,7 +12,6 @@ import inspect
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ class Run:
         _make_folder(folder)
         pruner = self.pruner(stage, before)
         keeper = Keeper(folder / "state.pt", self.stop, minutes=self.minutes, fabric=self.fabric)
-        began, log = time.monotonic(), MetricsFile(folder)
+        log = MetricsFile(folder)
         flip = Augment(self.recipe.data.pad, self.data.flip) if self.recipe.data.augment else None
         seed = derive(self.recipe.seed, "stage", number)
         batches = Batches(self.train, self.recipe.data.batch, seed=seed, augment=flip)
@@ -198,7 +197,7 @@ class Run:
             artefact.save(folder, self.model, answer, pruner.total)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
-            facts |= {"seconds": round(time.monotonic() - began, 1), "history": fitted.history}
+            facts |= {"seconds": round(fitted.seconds, 1), "history": fitted.history}
             files.write_json(folder / "stage.json", facts)
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,6 +58,7 @@ class Fitted:
     masks: dict[str, Tensor]
     history: list[Record] = field(default_factory=list)
     epoch: int = 0
+    seconds: float = 0.0  # of all its parts, if it was interrupted
 
 
 def fit(
@@ -129,6 +131,7 @@ class _Training:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.epoch = self.step = 0
         self.loss_sum = 0.0
+        self.before, self.began = 0.0, time.monotonic()  # seconds spent before an interruption; since then
         self.history: list[Record] = []
         self.best: dict[str, Any] | None = None
 
@@ -239,12 +242,17 @@ class _Training:
             state = {"model": self.model.state_dict(), "pruner": self.pruner.state_dict()}
             self.best = {"value": record[select], "epoch": record["epoch"], **copy.deepcopy(state)}
 
+    def seconds(self) -> float:
+        """The time that this training took so far."""
+        return self.before + time.monotonic() - self.began
+
     def state(self) -> dict[str, Any]:
         """All that the future depends on."""
         return {
             "epoch": self.epoch,
             "step": self.step,
             "loss_sum": self.loss_sum,
+            "seconds": self.seconds(),
             "history": self.history,
             "best": self.best,
             "model": self.model.state_dict(),
@@ -255,6 +263,7 @@ class _Training:
     def load(self, state: dict[str, Any]) -> None:
         """Take a state back."""
         self.epoch, self.step, self.loss_sum = state["epoch"], state["step"], state["loss_sum"]
+        self.before = state["seconds"]
         self.history, self.best = state["history"], state["best"]
         self.model.load_state_dict(state["model"])
         self.pruner.load_state_dict(state["pruner"])
@@ -269,7 +278,7 @@ class _Training:
             self.pruner.load_state_dict(self.best["pruner"])
         elif self.history and not self.pruner.ready:
             logger.warning("the budget was not met while training: the last epoch's rates were scaled to it")
-        return Fitted(self.pruner.finish(), self.history, epoch)
+        return Fitted(self.pruner.finish(), self.history, epoch, self.seconds())
 
 
 class _Loader:
