@@ -444,3 +444,14 @@ def test_seeds_that_keep_different_counts_are_shown_as_a_range() -> None:
     facts = {"method": "m", "keep": 0.1, "failed": None, "epochs": [1], "natural": 0.5, "robust": 0.4, "seconds": 1.0}
     (row,) = standings.rows([{**facts, "seed": 0, "kept": 1000}, {**facts, "seed": 1, "kept": 1200}])
     assert standings.cells(row)[1] == "1,000–1,200"
+
+
+def test_the_overview_has_a_row_a_method_and_a_column_a_budget() -> None:
+    facts = {"seed": 0, "failed": None, "epochs": [1], "seconds": 1.0, "natural": 0.5, "kept": 10}
+    places = [("dense", None, 0.9), ("a", 0.1, 0.8), ("b", 0.1, 0.7), ("a", 0.01, 0.2), ("b", 0.01, 0.6)]
+    rows = standings.rows([{**facts, "method": m, "keep": keep, "robust": r} for m, keep, r in places])
+    assert [[cell.removesuffix(" ± –") for cell in line] for line in standings.overview(rows)] == [
+        ["dense", "90.0", "90.0"],
+        ["b", "70.0", "60.0"],  # the best where the budget is smallest comes first
+        ["a", "80.0", "20.0"],
+    ]

@@ -75,6 +75,16 @@ def title(keep: float, size: int) -> str:
     return f"keep {100 * keep:.10g} %: {math.floor(keep * size + 0.5):,} of {size:,} weights"
 
 
+def overview(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Accuracy under attack of every method at every budget, the best at the smallest budget first."""
+    shares = list(dict.fromkeys(row["keep"] for row in found if row["keep"] is not None))
+    by_place = {(row["method"], row["keep"]): accuracy(row["robust"], row["robust_half"]) for row in found}
+    dense = [[row["method"], *[by_place[row["method"], None]] * len(shares)] for row in found if row["keep"] is None]
+    ranked = [row for row in found if row["keep"] == min(shares, default=None) and row["keep"] is not None]
+    methods = dict.fromkeys([row["method"] for row in [*ranked, *found] if row["keep"] is not None])
+    return [*dense, *([method, *(by_place.get((method, keep), "–") for keep in shares)] for method in methods)]
+
+
 def notes(outcome: Mapping[str, Any]) -> list[str]:
     """What has to be said below a table."""
     found, seeds = outcome["rows"], len(outcome["seeds"])
@@ -92,6 +102,11 @@ def markdown(outcome: Mapping[str, Any]) -> str:
     """The tables as Markdown."""
     head = columns(outcome["attack"])
     lines = [f"# {outcome['study']}", "", *([outcome["description"], ""] if outcome["description"] else [])]
+    shares = list(dict.fromkeys(row["keep"] for row in outcome["rows"] if row["keep"] is not None))
+    if len(shares) > 1:
+        titles = ("method", *(f"keep {100 * keep:.10g} %" for keep in shares))
+        lines += [f"## {outcome['attack']}", "", _line(titles), "|---" * len(titles) + "|"]
+        lines += [*map(_line, overview(outcome["rows"])), ""]
     for text, body in blocks(outcome["rows"], outcome["weights"]):
         lines += [f"## {text}", "", _line(head), "|---" * len(head) + "|", *map(_line, body), ""]
     return "\n".join(lines + [f"- {note}" for note in notes(outcome)]) + "\n"

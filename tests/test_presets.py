@@ -1,0 +1,54 @@
+"""`harp prune --method NAME`: every method from a few flags, on a real data set."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harp import engine, presets
+from harp.errors import RecipeError
+from harp.masks import kept
+from harp.pruners import PRUNERS
+from harp.recipe import parse
+from harp.run import Run
+
+METHODS = sorted(set(PRUNERS) - {"dense", "fixed"})
+FLAGS: dict[str, Any] = {"objective": "pgd", "epsilon": None, "weights": None, "batch": 256, "seed": 0, "ignore": []}
+SHORT = ["model.width=4", "objective.steps=1", "data.holdout=100", "evaluate.examples=50", "evaluate.attacks=[fgsm]"]
+
+
+def content(method: str, **flags: Any) -> dict[str, Any]:
+    return presets.recipe(
+        "tinynet", "digits", "5%", **{"method": method, "strategy": None, "epochs": (1, 1, 1), **FLAGS, **flags}
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_prunes_from_flags(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    run = Run(parse(content(method), SHORT), tmp_path, fabric=engine.launch(accelerator="cpu"))
+    outcome = run.execute()
+    assert outcome.masks is not None and kept(outcome.masks) == run.total
+    assert [result["name"] for result in outcome.results] == ["natural", "fgsm"]
+    # The same epochs for everybody: one each of pre-training, pruning and fine-tuning, however they are spent.
+    assert sum(stage.epochs for stage in run.recipe.stages) == 3
+
+
+def test_own_weights_take_the_place_of_pre_training() -> None:
+    for method, names in (("harp", ["prune", "finetune"]), ("bcs-p", ["train"]), ("lamp", ["prune", "finetune"])):
+        stages = content(method, weights="mine.safetensors")["stages"]
+        assert [stage["name"] for stage in stages] == names
+        assert sum(stage["epochs"] for stage in stages) == 2
+
+
+def test_mad_fine_tunes_by_its_own_loss_where_there_is_an_attack() -> None:
+    *_, last = content("mad", epsilon="0.2")["stages"]
+    assert last["objective"] == {"epsilon": "0.2", "step": 0.05, "name": "mart", "beta": 0.5}
+    assert "objective" not in content("mad", objective="natural")["stages"][-1]
+
+
+def test_unknown_methods_and_strategies_are_one_line() -> None:
+    with pytest.raises(RecipeError, match="unknown pruner 'harpp': did you mean 'harp'"):
+        content("harpp")
+    with pytest.raises(RecipeError, match="strategy"):
+        parse(content("lamp", strategy="erk"))
