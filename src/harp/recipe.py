@@ -44,6 +44,7 @@ SHIPPED = Path(__file__).parent / "recipes"
 FORMAT = 1  # part of every hash: raise it when the same recipe would give another result
 
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
+_MOST_SHOWN = 24  # names in an error: more than that is no answer
 _Table = Mapping[str, Callable[..., Any]]
 _SUPPLIED = (
     "units",
@@ -70,7 +71,9 @@ def number(value: Any) -> Any:
 def unknown(what: str, value: Any, known: Collection[str]) -> str:
     """One line for a word that is not in a table, with the nearest that is."""
     close = difflib.get_close_matches(str(value), list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known) or 'none'}"
+    shown, more = list(known)[:_MOST_SHOWN], len(known) - _MOST_SHOWN
+    rest = f" and {more} more (`harp list` has them)" if more > 0 else ""
+    hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(shown) or 'none'}{rest}"
     return f"unknown {what} {value!r}: {hint}"
 
 

@@ -63,7 +63,7 @@ def load(
     changes: Sequence[str] = (),
 ) -> Study:
     """Read a study or a recipe from a file or by its shipped name; `methods`, `keep` and `seeds` override it."""
-    known = {**recipes.shipped(), **shipped()}
+    known = {**shipped(), **recipes.shipped()}
     path = Path(source) if Path(source).is_file() else known.get(source)
     if path is None:
         raise RecipeError(f"no file {source}, and " + unknown("shipped study or recipe", source, known))
