@@ -282,6 +282,13 @@ def test_one_shot_methods_are_magnitude_at_their_rates(method: str, strategy: st
     assert all(torch.equal(answer[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("method", [name for name, pruner in PRUNERS.items() if pruner.same_as])
+def test_methods_that_are_said_to_be_the_same_are_so_to_the_bit(method: str) -> None:
+    expected, _ = fitted(PRUNERS[method].same_as or "", "residual", Memory())
+    model, _ = fitted(method, "residual", Memory())
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
+
+
 def test_global_magnitude_keeps_the_largest_of_all() -> None:
     units = Weights(cases.build("conv"))
     masks = PRUNERS["global"](units, keep=KEEP).masks().values()

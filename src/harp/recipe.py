@@ -286,6 +286,7 @@ class Recipe(_Part):
         steps = [stage.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for stage in done]
         for stage, step in zip(done, steps, strict=True):
             step["objective"] = self.stage_objective(stage)
+            step["pruner"]["name"] = PRUNERS[stage.pruner["name"]].same_as or stage.pruner["name"]
         text = json.dumps([FORMAT, facts, steps, contents], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

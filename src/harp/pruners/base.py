@@ -50,6 +50,7 @@ class Pruner(nn.Module):
     from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
     passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
+    same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
     # Plain attributes that `state_dict` must hold beside tensors.
     remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")

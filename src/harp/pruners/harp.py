@@ -202,5 +202,7 @@ class HarpScores(Hydra):
     The authors' released code never sets its quotas in this mode and so runs at a density of 0.73.
     """
 
+    same_as = "hydra"
+
     def __init__(self, units: Units, keep: float, sharpness: float = 0.0) -> None:
         super().__init__(units, keep, sharpness=sharpness)
