@@ -93,6 +93,7 @@ def draw_comparison(path: Path, title: str, rows: Sequence[Mapping[str, Any]], a
         figure.subplots(1, 2), ("robust", "natural"), (f"robust ({attack})", "natural"), strict=True
     ):
         _draw_lines(axes, key, found, methods)
+        axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(100.0, axes.get_ylim()[1]))  # few seeds' bars may reach beyond
         axes.set_ylabel(f"accuracy, {name} (%)", fontsize=8)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     _save(figure, path)
