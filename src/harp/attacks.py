@@ -254,5 +254,5 @@ def step_size(step: float | None, epsilon: float) -> float:
 def check_number(name: str, value: object, *, whole: bool = False, least: int = 0) -> None:
     """Raise the one-line error of a field that is no finite number or too small (a recipe may hold anything)."""
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value < math.inf:  # type: ignore[operator]
+    if not number or not least <= value < math.inf:  # type: ignore[operator]  # known by `number`
         raise RecipeError(f"{name} must be a {'whole ' * whole}number of {least} or more, not {value!r}")

@@ -171,7 +171,7 @@ def _read_safetensors(path: StrPath) -> tuple[dict[str, Tensor], dict[str, str]]
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             # Cloned, because these are views of the file, which somebody may overwrite while they are used.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
             return tensors, dict(file.metadata() or {})
     except Exception as error:  # the file is a stranger's: anything may go wrong, and it means one thing
         raise CheckpointError(f"{path} is damaged or not safetensors: {_reason(error)}") from error

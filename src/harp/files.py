@@ -16,7 +16,7 @@ from harp.errors import CheckpointError
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module has no optional type
 
 StrPath = str | os.PathLike[str]
 

@@ -194,10 +194,10 @@ def _import_torchvision() -> ModuleType:
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     if not _operators:
-        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+        library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
         for operator in ("nms", "qnms"):
             schema = operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            library.define(schema)  # type: ignore[no-untyped-call]
+            library.define(schema)  # type: ignore[no-untyped-call]  # the same
         _operators.append(library)
     with explained("torchvision can't be imported"):
         return importlib.import_module("torchvision")
