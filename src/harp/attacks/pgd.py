@@ -1,0 +1,146 @@
+"""Projected gradient ascent and its relatives: one step, or many of one length."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harp.attacks.ball import Ball, check_number, images_in_box, logits, step_size
+from harp.errors import RecipeError
+from harp.frozen import Logits, frozen
+
+
+def ascend(
+    net: Logits, x: Tensor, start: Tensor, loss: Callable[[Tensor], Tensor], ball: Ball, step: float, steps: int
+) -> Tensor:
+    """Projected gradient ascent from `start`: x ← Π(x + step · steepest(∇ Σ loss(net(x)))), the last iterate.
+
+    The losses of the images are added and not averaged, so that an image's gradient, however small, does not
+    depend on the size of its batch.
+    """
+    points = start
+    for _ in range(steps):
+        points = points.detach().requires_grad_(True)
+        with torch.enable_grad():
+            total = loss(logits(net, points)).sum()
+        (gradient,) = torch.autograd.grad(total, points)
+        points = ball.project(points.detach() + step * ball.steepest(gradient), x)
+    return points.detach()
+
+
+@dataclass(frozen=True)
+class Pgd:
+    """Projected gradient descent (Madry et al. 2018) on the cross entropy.
+
+        x ← Π(x + step · sign ∇ CE(f(x), y))        linf
+        x ← Π(x + step · ∇ CE / ‖∇ CE‖₂)            l2
+
+    With one restart the last iterate is given. With several, per image: a point that is misclassified, else the
+    one of the highest loss; images that are misclassified take no part in the restarts that follow.
+    """
+
+    epsilon: float = 8 / 255
+    step: float | None = None  # a quarter of epsilon: the usual 2/255 at 8/255, and as strong at any other
+    steps: int = 10
+    restarts: int = 1
+    norm: str = "linf"
+    random_start: bool = True
+    fast: bool = True
+
+    code: ClassVar[str] = "pgd"
+
+    def __post_init__(self) -> None:
+        Ball(self.epsilon, self.norm)
+        object.__setattr__(self, "step", step_size(self.step, self.epsilon))  # a record of the attack says the number
+        check_number("steps", self.steps, whole=True)
+        check_number("restarts", self.restarts, whole=True, least=1)
+        if self.restarts > 1 and not self.random_start:
+            raise RecipeError("restarts without a random start would all be the same: set random_start")
+
+    @property
+    def name(self) -> str:
+        """The attack in short, as `named` reads it."""
+        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The loss to climb, per image."""
+        return F.cross_entropy(logits, y, reduction="none")
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Images of a high loss in the balls around `x`."""
+        with torch.inference_mode(False), torch.no_grad():
+            x, y = images_in_box(x, y), y.clone()  # what inference mode made is not fit for gradients
+            if self.epsilon == 0 or len(x) == 0:
+                return x
+            with frozen(model, x, fast=self.fast) as net:
+                return self._climb(net, x, y) if self.restarts == 1 else self._restart(net, x, y)
+
+    def _climb(self, net: Logits, x: Tensor, y: Tensor) -> Tensor:
+        ball = Ball(self.epsilon, self.norm)
+        start = ball.random(x) if self.random_start else x
+        return ascend(net, x, start, lambda z: self.loss(z, y), ball, step_size(self.step, self.epsilon), self.steps)
+
+    def _restart(self, net: Logits, x: Tensor, y: Tensor) -> Tensor:
+        best, highest = x.clone(), torch.full((len(x),), -math.inf, device=x.device, dtype=x.dtype)
+        left = torch.arange(len(x), device=x.device)
+        for _ in range(self.restarts):
+            points = self._climb(net, x[left], y[left])
+            answer = logits(net, points)
+            fooled = answer.argmax(1) != y[left]
+            loss = self.loss(answer, y[left]).to(x.dtype)
+            better = fooled | (loss > highest[left])
+            best[left[better]], highest[left[better]] = points[better], loss[better]
+            left = left[~fooled]
+            if len(left) == 0:
+                break
+        return best
+
+
+@dataclass(frozen=True)
+class CwInf(Pgd):
+    """The maximum-norm attack of Carlini & Wagner (2017) as projected ascent on the negative margin.
+
+        −max(z_y − max_{j≠y} z_j + κ, 0)
+
+    κ is how far beyond the decision boundary the attack still gains; with 50 it is the plain margin for all
+    usual logits.
+    """
+
+    steps: int = 20
+    kappa: float = 50.0
+
+    code: ClassVar[str] = "cw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("kappa", self.kappa)
+        if self.norm != "linf":
+            raise RecipeError(f"norm must be linf for this attack, not {self.norm!r}")
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The negative margin, per image."""
+        true = logits.gather(1, y[:, None]).squeeze(1)
+        other = logits.scatter(1, y[:, None], -math.inf).amax(1)
+        return -(true - other + self.kappa).clamp_min(0)
+
+
+@dataclass(frozen=True)
+class Fgsm:
+    """The fast gradient sign method (Goodfellow et al. 2015): one step of length epsilon from the image itself."""
+
+    epsilon: float = 8 / 255
+    norm: str = "linf"
+    fast: bool = True
+
+    name: ClassVar[str] = "fgsm"
+
+    def __post_init__(self) -> None:
+        Ball(self.epsilon, self.norm)
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Images of a high loss in the balls around `x`."""
+        return Pgd(self.epsilon, self.epsilon, 1, norm=self.norm, random_start=False, fast=self.fast)(model, x, y)
