@@ -70,7 +70,7 @@ class Packing:
     def __init__(self, attack: Stepwise, net: Logits, x: Tensor, y: Tensor, *, batch: int, seed: int) -> None:
         self.attack, self.net, self.x, self.y, self.batch, self.seed = attack, net, x, y, batch, seed
         self.points = x.clone()
-        self.clean = torch.cat([logits(net, part) for part in x.split(batch)])
+        self.clean = torch.cat([logits(net, x[start : start + batch]) for start in range(0, len(x), batch)])
         self.fooled = _wrong(self.clean, y)
         self.queue = (~self.fooled).nonzero().flatten()
         self.taken = self.ticks = 0
