@@ -98,7 +98,22 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
         "evaluate", str(folder), "--attack", "fgsm", "--attack", "cw", "--examples", "20", "--json"
     )
     assert code == 0, err
-    assert [number["name"] for number in json.loads(evaluated)] == ["natural", "fgsm", "cw"]
+    found = json.loads(evaluated)
+    assert [number["name"] for number in found["results"]] == ["natural", "fgsm", "cw", "worst case"]
+    assert found["flips"]["n"] == 20 and {f["verdict"] for f in found["checks"]["findings"]} <= {"good", "look", "bad"}
+    files = {path: path.stat().st_mtime_ns for path in (folder / "evaluation").iterdir()}
+    code, table, err = harp("evaluate", str(folder), "--attack", "fgsm", "--attack", "cw", "--examples", "20")
+    assert code == 0 and "worst class under" in table and "signs of false robustness" in table
+    assert {path: path.stat().st_mtime_ns for path in (folder / "evaluation").iterdir()} == files, "measured again"
+    assert "fgsm" in (folder / "MODEL_CARD.md").read_text()
+    code, made, err = harp("report", str(folder), "--out", "page.html")
+    assert code == 0, err
+    assert {Path(line).name for line in made.split()} == {"page.html", "page.json", "page.md"}
+    assert "<svg" in Path("page.html").read_text() and "fgsm" in Path("page.md").read_text()
+    (folder / "summary.json").unlink()
+    refused(harp, "evaluate", str(folder), said="half a run")
+    refused(harp, "report", str(folder), said="summary.json")
+    refused(harp, "submit", "robustbench", str(folder), "--name", "Zhao2023Holistic", said="summary.json")
 
 
 def test_recipes_that_begin_alike_share_their_pretraining(harp: Harp, tmp_path: Path) -> None:
@@ -186,7 +201,19 @@ def test_doctor(harp: Harp, tmp_path: Path) -> None:
 
 def test_demo_help_and_version(harp: Harp) -> None:
     assert harp("--version")[1].startswith("harp 0.")
-    for words in ([], ["demo"], ["run"], ["prune"], ["compare"], ["evaluate"], ["list"], ["plan"], ["doctor"]):
+    for words in (
+        [],
+        ["demo"],
+        ["run"],
+        ["prune"],
+        ["compare"],
+        ["evaluate"],
+        ["report"],
+        ["submit", "apb"],
+        ["list"],
+        ["plan"],
+        ["doctor"],
+    ):
         code, out, _ = harp(*words, "--help")
         assert code == 0 and "Usage" in out
     code, _, err = harp("prun")
@@ -232,6 +259,13 @@ def test_senseless_budgets(harp: Harp, keep: str, said: str) -> None:
         (["run", "nothing.yaml"], "no recipe file"),
         (["evaluate", "tinynet"], "--data"),
         (["evaluate", "tinynet", "--data", "digits", "--attack", "pgd-x"], "pgd-x"),
+        (["evaluate", "tinynet", "--data", "digits", "--epsilon=-1"], "number of 0 or more"),
+        (["evaluate", "tinynet", "--data", "digits", "--norm", "l3"], "linf or l2"),
+        (["evaluate", "tinynet", "--data", "digits", "--batch", "0"], "batch"),
+        (["evaluate", "tinynet", "--data", "digits", "--examples", "0"], "examples"),
+        (["evaluate", "."], "no recipe.yaml"),
+        (["report", "nowhere"], "nowhere"),
+        (["submit", "apb", "nowhere"], "nowhere"),
         (["doctor", "tinynet", "--shape", "3-32"], "like 3x32x32"),
         (["run", "demo", "--devices", "0"], "at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""Tandem: one pace for all scores, weights that follow their masks, LAMP's counts."""
+"""Tandem: one pace for all scores, weights that follow their masks, counts that stay."""
 
 import pytest
 import torch
@@ -62,10 +62,15 @@ def test_weights_stand_still_without_a_share_and_move_with_one() -> None:
             assert torch.equal(weight, torch.where(mask, dense, 0.0))
 
 
-def test_counts_are_lamps_at_every_moment() -> None:
+@pytest.mark.parametrize(("keep", "share"), [(0.5, 1.0), (0.1, 1.0), (0.025, 0.5), (0.016, 0.4)])
+def test_the_share_follows_from_the_budget(keep: float, share: float) -> None:
+    assert Tandem(Weights(cases.build("conv")), keep).share == pytest.approx(share)
+
+
+def test_counts_are_the_strategys_at_every_moment() -> None:
     model = cases.build("residual")
     units = Weights(model)
-    expected = allocate("lamp", units, units.total(KEEP))
+    expected = allocate("blend", units, units.total(KEEP))
     pruner = Tandem(units, KEEP)
     for _ in range(3):
         train(model, pruner, 2)

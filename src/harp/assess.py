@@ -1,6 +1,7 @@
 """Assessing a network on the test set: numbers that carry what they depend on."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from harp import attacks, checkpoint, data, evaluate, models, recipe
+from harp.answers import classes_of
+from harp.assault import Assault, Outcome
 from harp.attacks import Ball
-from harp.display import Quiet
 from harp.errors import RecipeError
 
 DEFAULT = Ball(8 / 255, "linf")
@@ -22,6 +24,7 @@ class Subject:
     model: nn.Module
     data: data.DataSet
     threat: Ball = DEFAULT
+    dense: nn.Module | None = None  # the network before pruning, where a run has kept it
 
 
 def load(target: str, data_name: str | None, data_dir: Path | None, weights: str | None) -> Subject:
@@ -29,15 +32,33 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
     folder = Path(target)
     if (folder / "recipe.yaml").is_file():
         made = recipe.load(folder / "recipe.yaml")
+        if weights is None and not (folder / "summary.json").is_file():
+            raise RecipeError(f"{target} is half a run: there is no summary.json in it (`harp run` goes on with it)")
         source = data.load(data_name or made.data.name, data_dir, made.data.size)
         file = weights or str(folder / "model.safetensors")
-        return Subject(build(made.model, source, file), source, threat(made))
+        before = _dense_weights(folder, made)
+        dense = None if before is None or weights is not None else build(made.model, source, before)
+        return Subject(build(made.model, source, file), source, threat(made), dense)
     if folder.is_dir():
         raise RecipeError(f"{target} is no run: there is no recipe.yaml in it (give a folder that `harp run` made)")
     if data_name is None:
         raise RecipeError(f"no data set for {target!r}: add --data (see `harp list data`)")
     source = data.load(data_name, data_dir)
     return Subject(build(recipe.Model(name=target), source, weights), source)
+
+
+def _dense_weights(folder: Path, made: recipe.Recipe) -> Path | None:
+    """The file of the network as it was before pruning, if the run pruned one and its stage is still there."""
+    names = [stage.pruner["name"] for stage in made.stages]
+    first = next((number for number, name in enumerate(names) if name != "dense"), 0)
+    if first == 0:
+        return Path(made.model.weights) if made.model.weights and Path(made.model.weights).is_file() else None
+    try:
+        stages = json.loads((folder / "summary.json").read_text("utf-8"))["stages"]
+    except (OSError, ValueError, KeyError):
+        return None
+    file = Path(folder.parent, stages[first - 1], "model.safetensors")
+    return file if file.is_file() else None
 
 
 def build(part: recipe.Model, source: data.DataSet, weights: str | Path | None) -> nn.Module:
@@ -77,15 +98,19 @@ def measure(
     *,
     examples: int | None,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """One number: the value, its 95 % interval, and all that it depends on beside the network."""
+    batch: int = 256,
+    **care: Any,
+) -> tuple[dict[str, Any], Outcome]:
+    """One number: the value, its 95 % interval, and all that it depends on beside the network; and how it came about.
+
+    `care` is what `harp.assault.Assault` takes to show its progress, to keep its state and to stop.
+    """
     test = source.test.select(evaluate.subset(len(source.test), examples, seed))
-    score = evaluate.accuracy(
-        model, test.images, test.labels, attack=attack, seed=seed, num_classes=source.num_classes, progress=progress
-    )
+    classes = classes_of(model, test.images, test.labels, source.num_classes)
+    outcome = Assault(model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **care).run()
+    score = evaluate.score(outcome.right, test.labels, attack, classes=classes, batch=batch, seed=seed)
     low, high = score.interval(balanced=source.balanced)
-    return {
+    found = {
         **score.as_dict(),
         "name": name,
         "measure": "balanced accuracy" if source.balanced else "accuracy",
@@ -96,22 +121,4 @@ def measure(
         "source": source.source,
         "seed": seed,
     }
-
-
-def measure_all(
-    subject: Subject,
-    wishes: Sequence[str],
-    epsilon: float | None,
-    examples: int | None,
-    seed: int,
-    display: Quiet,
-) -> list[dict[str, Any]]:
-    """Natural accuracy, then accuracy under each attack."""
-    ball = subject.threat if epsilon is None else Ball(epsilon, subject.threat.norm)
-    found = []
-    for name, attack in [("natural", None), *(attack_of(wish, ball) for wish in wishes)]:
-        with display.counting(f"test {name}", examples or len(subject.data.test)):
-            found.append(
-                measure(subject.model, subject.data, name, attack, examples=examples, seed=seed, progress=display.count)
-            )
-    return found
+    return found, outcome

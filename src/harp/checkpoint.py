@@ -5,6 +5,7 @@ them, never objects: what a stranger put in a checkpoint doesn't run. Whatever i
 `CheckpointError` of one line.
 """
 
+import hashlib
 import io
 import os
 import pickle
@@ -93,6 +94,15 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
         target.load_state_dict({names[plain]: tensor for plain, tensor in given.items()}, strict=True)
     except Exception as error:  # a model may bring hooks of its own
         raise CheckpointError(f"the model refuses the weights of {path}: {_reason(error)}") from error
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of a network's parameters and buffers."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in model.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def save_state(path: StrPath, state: dict[str, Any]) -> None:

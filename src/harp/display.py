@@ -43,8 +43,8 @@ class Quiet:
         """Show work on so many examples."""
         yield
 
-    def count(self, done: int, total: int) -> None:
-        """Show how many examples are done."""
+    def count(self, done: float, total: int, text: str = "") -> None:
+        """Show how many examples are done, and by what."""
 
     @contextmanager
     def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:
@@ -102,13 +102,16 @@ class Terminal(Quiet):
     @contextmanager
     def counting(self, name: str, total: int) -> Iterator[None]:
         """Show a bar over examples."""
+        self._name = name
         with self._bar(name, total, 0):
             yield
 
-    def count(self, done: int, total: int) -> None:
-        """Move the bar."""
+    def count(self, done: float, total: int, text: str = "") -> None:
+        """Move the bar; where there is no terminal, say a line now and then."""
         if self._progress:
-            self._progress.update(self._task, completed=done, total=total)
+            self._progress.update(self._task, completed=done, total=total, numbers=text)
+        elif time.monotonic() - self._said > _SILENCE:
+            self._line(f"{done:.0f}/{total}{text and ', '}{text}")
 
     @contextmanager
     def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:

@@ -56,16 +56,17 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor) -> Examination:
     with frozen(model, images, fast=False) as logits:
         checks = [
             first,
-            _inputs(images),
-            _normalisation(model),
-            _logits(logits(images).detach(), labels),
-            _determinism(logits, images),
-            _gradients(logits, images, labels),
+            inputs(images),
+            normalisation(model),
+            answers(logits(images).detach(), labels),
+            determinism(logits, images),
+            gradients(logits, images, labels),
         ]
     return Examination(layers, left_out, checks)
 
 
-def _inputs(images: Tensor) -> Finding:
+def inputs(images: Tensor) -> Finding:
+    """Whether images are in [0, 1]."""
     low, high = float(images.min()), float(images.max())
     if low < -1e-6 or high > 1 + 1e-6:
         text = f"images span {low:.3g} to {high:.3g}: scale them to [0, 1], or epsilon has no meaning"
@@ -73,7 +74,8 @@ def _inputs(images: Tensor) -> Finding:
     return Finding("inputs", "good", f"images are within [0, 1] ({low:.3g} to {high:.3g})")
 
 
-def _normalisation(model: nn.Module) -> Finding:
+def normalisation(model: nn.Module) -> Finding:
+    """Whether a layer of the model normalises its inputs."""
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         if {"mean", "std"} <= buffers.keys():
@@ -82,7 +84,8 @@ def _normalisation(model: nn.Module) -> Finding:
     return Finding("normalisation", "look", text)
 
 
-def _logits(outputs: Tensor, labels: Tensor) -> Finding:
+def answers(outputs: Tensor, labels: Tensor) -> Finding:
+    """Whether a model's answers are finite logits that go with the labels."""
     if outputs.ndim != 2:
         return Finding(
             "logits", "bad", f"output has shape {tuple(outputs.shape)}: one row of logits an image is needed"
@@ -99,13 +102,15 @@ def _logits(outputs: Tensor, labels: Tensor) -> Finding:
     return Finding("logits", "good", f"{outputs.shape[1]} logits an image")
 
 
-def _determinism(logits: Callable[[Tensor], Tensor], images: Tensor) -> Finding:
+def determinism(logits: Callable[[Tensor], Tensor], images: Tensor) -> Finding:
+    """Whether the same images give the same answers."""
     if torch.equal(logits(images), logits(images)):
         return Finding("determinism", "good", "the same image gives the same logits")
     return Finding("determinism", "bad", "the same image gives other logits: attacks on a random model need averaging")
 
 
-def _gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Finding:
+def gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Finding:
+    """Whether every image has a gradient."""
     x = images.clone().requires_grad_()
     with torch.enable_grad():
         outputs = logits(x)
@@ -120,3 +125,10 @@ def _gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tenso
         text = f"{zero} of {len(x)} images have a gradient of zero: robust accuracy would be false"
         return Finding("gradients", "bad" if 2 * zero > len(x) else "look", text)
     return Finding("gradients", "good", "every image has a gradient")
+
+
+def graded(share: float, look: float, bad: float) -> Verdict:
+    """How a share stands that should be small."""
+    if share > bad:
+        return "bad"
+    return "look" if share > look else "good"

@@ -2,8 +2,7 @@
 
 import math
 import platform
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp.attacks import Attack, check_number, logits
-from harp.errors import DataError
-from harp.frozen import frozen
-from harp.seeds import derive
+from harp.answers import classes_of
+from harp.assault import Assault
+from harp.attacks import Attack, check_number
 
 _Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
 
@@ -108,26 +106,24 @@ def accuracy(
     are restored and its buffers not touched. The random numbers of a batch follow from the seed and the batch's
     index alone, and the caller's random state is left as it was. `progress(done, all)` is called after each batch.
     """
-    check_number("batch", batch, whole=True, least=1)
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device=images.device))
-    classes = _classes(model, images, labels, like, num_classes)
-    right = []
-    for index, start in enumerate(range(0, len(images), batch)):
-        x = _as_input(images[start : start + batch], like)
-        y = labels[start : start + batch].to(like.device, torch.long)
-        with _seeded(derive(seed, "evaluate", index), like.device):
-            if attack is not None:
-                x = attack(model, x, y)
-            right.append(_classified(model, x, y).cpu())
+    classes = classes_of(model, images, labels, num_classes)
+
+    def show(done: float, total: int, text: str) -> None:
         if progress is not None:
-            progress(start + len(y), len(images))
+            progress(int(done), total)
+
+    assault = Assault(model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show)
+    return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)
+
+
+def score(right: Tensor, labels: Tensor, attack: Attack | None, *, classes: int, batch: int, seed: int) -> Score:
+    """The accuracy by which images are right."""
     true = labels.cpu().long()
-    protocol = {"seed": seed, "batch": batch, "attack": _described(attack)}
     return Score(
         "clean" if attack is None else getattr(attack, "name", type(attack).__name__),
-        tuple(torch.bincount(true[torch.cat(right)], minlength=classes).tolist()),
+        tuple(torch.bincount(true[right], minlength=classes).tolist()),
         tuple(torch.bincount(true, minlength=classes).tolist()),
-        protocol,
+        {"seed": seed, "batch": batch, "attack": described(attack)},
     )
 
 
@@ -139,56 +135,9 @@ def subset(n_total: int, examples: int | None, seed: int) -> Tensor:
     return torch.randperm(n_total, generator=torch.Generator().manual_seed(seed))[:examples].sort().values
 
 
-def _classes(model: nn.Module, images: Tensor, labels: Tensor, like: Tensor, num_classes: int | None) -> int:
-    """The number of classes, once it is clear that the model, the images and the labels go together."""
-    if len(images) == 0:
-        raise DataError("there are no images to evaluate on")
-    if labels.shape != images.shape[:1] or labels.is_floating_point():
-        raise DataError(
-            f"{len(images)} images need as many integer labels, not {tuple(labels.shape)} of {labels.dtype}"
-        )
-    if not images.is_floating_point() and images.dtype != torch.uint8:
-        raise DataError(f"images must be bytes or floating point numbers in [0, 1], not {images.dtype}")
-    first = _as_input(images[:1], like)
-    with torch.no_grad(), frozen(model, first, fast=False) as net:
-        width = logits(net, first).shape[1]
-    classes = num_classes or width
-    low, high = int(labels.min()), int(labels.max())
-    if low < 0 or high >= min(classes, width):
-        raise DataError(f"labels must be 0 to {min(classes, width) - 1}, these are {low} to {high}")
-    return classes
-
-
-def _as_input(images: Tensor, like: Tensor) -> Tensor:
-    x = images.to(like.device).to(like.dtype)
-    return x / 255 if images.dtype == torch.uint8 else x
-
-
-@torch.no_grad()
-def _classified(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Which images the model gets right. An answer that is not finite is never right, whatever its argmax."""
-    with frozen(model, x, fast=False) as net:
-        answer = logits(net, x)
-    return (answer.argmax(1) == y) & answer.isfinite().all(1)
-
-
-def _described(attack: Attack | None) -> dict[str, Any] | None:
+def described(attack: Attack | None) -> dict[str, Any] | None:
+    """An attack and all its settings as plain values."""
     if attack is None:
         return None
     names: list[str] = [item.name for item in fields(attack)] if is_dataclass(attack) else []
     return {"type": type(attack).__name__, **{name: getattr(attack, name) for name in names}}
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers of the CPU and of the device from a seed; afterwards they go on as if nothing was drawn."""
-    accelerators = [] if device.type == "cpu" else [device]
-    kind = "cuda" if device.type == "cpu" else device.type
-    with torch.random.fork_rng(devices=accelerators, device_type=kind):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        elif accelerators:
-            getattr(torch, kind).manual_seed(seed)
-        yield

@@ -149,7 +149,7 @@ def _part(what: str, table: _Table, value: Any, *, base: type[_Part] = _Part, bu
 
 
 def _attack(value: Any) -> Any:
-    if isinstance(value, str) and _part("attack", ATTACKS, value.partition("-")[0]):
+    if isinstance(value, str) and _part("attack", ATTACKS, re.sub(r"-\d.*", "", value)):
         return value if named(value) else None  # like `pgd-20`; raises if it is not
     return _part("attack", ATTACKS, value, build=True)
 

@@ -27,6 +27,7 @@ from harp import (
     assess,
     attacks,
     checkpoint,
+    cost,
     data,
     engine,
     evaluate,
@@ -39,6 +40,7 @@ from harp import (
 )
 from harp.batches import Augment, Batches
 from harp.display import Quiet
+from harp.energy import CPU_WATTS, GPU_WATTS, Meter
 from harp.errors import Interrupted, RecipeError
 from harp.keeper import Keeper, Stop
 from harp.masks import Masks
@@ -171,7 +173,7 @@ class Run:
             self.display.epoch(record)
 
         settings = stage.optimizer
-        with self.display.training(stage.name, stage.epochs, len(batches)):
+        with self.display.training(stage.name, stage.epochs, len(batches)), Meter(watts=self._watts()) as meter:
             fitted = training.fit(
                 self.model,
                 batches,
@@ -197,11 +199,20 @@ class Run:
             artefact.save(folder, self.model, answer, pruner.total)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
-            facts |= {"seconds": round(fitted.seconds, 1), "history": fitted.history}
+            facts |= {
+                "seconds": round(fitted.seconds, 1),
+                "energy": meter.over(fitted.seconds),
+                "history": fitted.history,
+            }
             files.write_json(folder / "stage.json", facts)
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()
         self.fabric.barrier()
+
+    def _watts(self) -> float:
+        """The power to assume where it can't be measured."""
+        processes: int = self.fabric.world_size
+        return processes * (CPU_WATTS if self.fabric.device.type == "cpu" else GPU_WATTS)
 
     def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
         """The stage's pruner on this run's model."""
@@ -263,19 +274,23 @@ class Run:
         if path.exists():
             known: dict[str, Any] = json.loads(path.read_text())
             return known
+        _make_folder(folder)
+        state = path.with_suffix(".state.pt") if self.fabric.is_global_zero else None
         with self.display.counting(f"test {name}", examples or len(self.data.test)):
-            result = assess.measure(
-                self.model, self.data, name, attack, examples=examples, seed=seed, progress=self._counted
+            result, _ = assess.measure(
+                self.model,
+                self.data,
+                name,
+                attack,
+                examples=examples,
+                seed=seed,
+                path=state,
+                progress=self.display.count,
+                stop=self.stop,
             )
         if self.fabric.is_global_zero:
-            _make_folder(folder)
             files.write_json(path, result)
         return result
-
-    def _counted(self, done: int, total: int) -> None:
-        self.display.count(done, total)
-        if self.stop.signal is not None:
-            raise Interrupted("stopped while testing; all training is saved", self.stop.signal)
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:
         """What every finished stage logged, epoch by epoch."""
@@ -298,6 +313,8 @@ class Run:
             "name": self.recipe.name,
             "source": self.data.source,
             "stages": stages,
+            "network": checkpoint.fingerprint(self.model),
+            "cost": cost.cost(self.model, self.data.shape, outcome.masks),
         }
         summary |= {
             "results": outcome.results,

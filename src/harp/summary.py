@@ -57,3 +57,36 @@ def headline(
         old = f"{before[result['name']]:.1%} → " if result["name"] in before else ""
         parts.append(f"{result['name']} {old}{result['value']:.1%}")
     return ", ".join(parts)
+
+
+def remarks(found: Mapping[str, Any]) -> list[str]:
+    """What an evaluation has to say beside its numbers, a line each."""
+    lines = []
+    attacked = [result for result in found["results"] if result["attack"]]
+    if attacked:
+        lowest = min(attacked, key=lambda result: result["value"])
+        shares = [c / t for c, t in zip(lowest["correct"], lowest["totals"], strict=True) if t]
+        names = [n for n, t in zip(lowest["classes"], lowest["totals"], strict=True) if t]
+        worst = min(range(len(shares)), key=shares.__getitem__)
+        lines.append(f"worst class under {lowest['name']}: {names[worst]}, {shares[worst]:.1%}")
+    for result in attacked:
+        if "during" in result:
+            lines.append(
+                f"{result['name']}: {result['during']:.2%} while attacking, {result['accuracy']:.2%} measured again"
+            )
+        for part in result.get("parts", ()) if len(result.get("parts", ())) > 1 else ():
+            words = f" ({part['words']})" if part["words"] else ""
+            lines.append(f"{result['name']}: {part['attack']}{words} fooled {part['fooled']} of {part['tried']}")
+    if "curve" in found:
+        points = ", ".join(f"{point['epsilon']:.3g}: {point['value']:.1%}" for point in found["curve"]["points"])
+        lines.append(f"accuracy over epsilon  {points}")
+    if "distances" in found:
+        lines.append(f"median distance to an adversarial image: {found['distances']['median']:.4g}")
+    if "corruptions" in found:
+        lines.append(f"mean accuracy over corruptions: {found['corruptions']['mean']:.1%}")
+    if "flips" in found:
+        flips = found["flips"]
+        lines.append(
+            f"pruning changed {flips['changed']} of {flips['n']} predictions: {flips['lost']} lost, {flips['won']} won"
+        )
+    return lines

@@ -5,20 +5,34 @@ is attacked in eval mode and left exactly as it was: its modes, parameters, grad
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from harp.attacks.apgd import Apgd, ApgdDlr, ApgdT
+from harp.attacks.autoattack import AutoAttack, AutoAttackLite
 from harp.attacks.ball import NORMS, Attack, Ball, check_number, images_in_box, logits, step_size
+from harp.attacks.fab import Fab
+from harp.attacks.fmn import Fmn
 from harp.attacks.pgd import CwInf, Fgsm, Pgd, ascend
+from harp.attacks.square import Square
 from harp.errors import RecipeError
 
 __all__ = [
     "ATTACKS",
     "NORMS",
+    "Apgd",
+    "ApgdDlr",
+    "ApgdT",
     "Attack",
+    "AutoAttack",
+    "AutoAttackLite",
     "Ball",
     "CwInf",
+    "Fab",
     "Fgsm",
+    "Fmn",
     "Pgd",
+    "Square",
     "ascend",
     "check_number",
     "images_in_box",
@@ -27,12 +41,24 @@ __all__ = [
     "step_size",
 ]
 
-ATTACKS: dict[str, type[Fgsm] | type[Pgd]] = {"fgsm": Fgsm, "pgd": Pgd, "cw": CwInf}
+ATTACKS: dict[str, Callable[..., Attack]] = {
+    "fgsm": Fgsm,
+    "pgd": Pgd,
+    "cw": CwInf,
+    "apgd-ce": Apgd,
+    "apgd-dlr": ApgdDlr,
+    "apgd-t": ApgdT,
+    "fab-t": Fab,
+    "square": Square,
+    "fmn": Fmn,
+    "autoattack": AutoAttack,
+    "aa-lite": AutoAttackLite,
+}
 
 
-def named(text: str, **fields: Any) -> Fgsm | Pgd:
-    """The attack of a short name: `fgsm`, `pgd-20` (steps), `pgd-20x5` (and restarts), `cw`; with more fields."""
-    match = re.fullmatch(r"([a-z]+)(?:-(?P<steps>\d+)(?:x(?P<restarts>\d+))?)?", text)
+def named(text: str, **fields: Any) -> Attack:
+    """The attack of a short name, like `fgsm`, `pgd-20` (steps), `apgd-ce-50x5` (and restarts); with more fields."""
+    match = re.fullmatch(r"([a-z-]*[a-z])(?:-(?P<steps>\d+)(?:x(?P<restarts>\d+))?)?", text)
     if match is None or match[1] not in ATTACKS:
         raise RecipeError(f"no attack is called {text!r}: there are {', '.join(ATTACKS)}, pgd-20, pgd-20x5")
     told: dict[str, Any] = {key: int(match[key]) for key in ("steps", "restarts") if match[key]}

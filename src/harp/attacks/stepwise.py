@@ -47,6 +47,14 @@ class Stepwise(ABC):
         Of an image that is fooled, `points` holds an image in the ball that the network gets wrong.
         """
 
+    @abstractmethod
+    def longest(self, classes: int) -> int:
+        """How many steps an image takes that is never fooled."""
+
+    def words(self, classes: int) -> str:
+        """What runs for so many classes, in a few words: a loss, a number of targets."""
+        return ""
+
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The best points found in the balls around `x`; the seed is drawn from torch's generator."""
         with torch.inference_mode(False), torch.no_grad():
@@ -71,23 +79,30 @@ class Packing:
         self.attack, self.net, self.x, self.y, self.batch, self.seed = attack, net, x, y, batch, seed
         self.points = x.clone()
         self.clean = torch.cat([logits(net, x[start : start + batch]) for start in range(0, len(x), batch)])
-        self.fooled = _wrong(self.clean, y)
+        self.fooled = wrong(self.clean, y)
         self.queue = (~self.fooled).nonzero().flatten()
         self.taken = self.ticks = 0
         self.slots = self.queue[:0]  # the images in the batch
+        self.joined = self.queue[:0]  # and the tick they came at
         self.rows: State = {}
+        self._batch: tuple[Tensor, Tensor] | None = None  # images and labels of the slots, until these change
 
     @property
     def done(self) -> int:
         """How many images the attack is through with."""
         return len(self.x) - len(self.queue) + self.taken - len(self.slots)
 
+    def progress(self) -> float:
+        """How many images are done, counting those in the batch by the steps they took."""
+        longest = max(1, self.attack.longest(self.clean.shape[1]))
+        return self.done + float((self.ticks - self.joined).sum()) / longest
+
     @torch.no_grad()
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
         """Go on until every image is fooled or at its end; `after_step` may save `state()`, or stop by raising."""
         while self.taken < len(self.queue) or len(self.slots):
             self._refill()
-            x, y = self.x[self.slots], self.y[self.slots]
+            x, y = self._batch = self._batch or (self.x[self.slots], self.y[self.slots])
             fooled, ended = self.attack.advance(self.net, x, y, self.rows, self._generator("step"))
             self.ticks += 1
             leaving = fooled | ended
@@ -99,13 +114,14 @@ class Packing:
 
     def state(self) -> dict[str, Any]:
         """All that the future depends on, beside what the constructor was given."""
-        names = ("points", "fooled", "taken", "ticks", "slots", "rows")
+        names = ("points", "fooled", "taken", "ticks", "slots", "joined", "rows")
         return {name: getattr(self, name) for name in names}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take a state back."""
         for name, value in state.items():
             setattr(self, name, _on(value, self.x.device))
+        self._batch = None
 
     def _refill(self) -> None:
         # Few newcomers are as dear as many: wait until a quarter of the places is free, unless all are.
@@ -115,11 +131,13 @@ class Packing:
         fresh = self.queue[self.taken : self.taken + free]
         self.taken += len(fresh)
         began = self.attack.begin(self.net, self.x[fresh], self.y[fresh], self.clean[fresh], self._generator("begin"))
-        self.slots = torch.cat([self.slots, fresh])
+        self.slots, self._batch = torch.cat([self.slots, fresh]), None
+        self.joined = torch.cat([self.joined, torch.full_like(fresh, self.ticks)])
         self.rows = {key: torch.cat([self.rows[key], rows]) for key, rows in began.items()} if self.rows else began
 
     def _keep(self, staying: Tensor) -> None:
-        self.slots = self.slots[staying]
+        self.slots, self.joined = self.slots[staying], self.joined[staying]
+        self._batch = None
         self.rows = {key: rows[staying] for key, rows in self.rows.items()}
 
     def _generator(self, purpose: str) -> torch.Generator:
@@ -127,7 +145,7 @@ class Packing:
         return torch.Generator(self.x.device).manual_seed(seed)
 
 
-def _wrong(answer: Tensor, y: Tensor) -> Tensor:
+def wrong(answer: Tensor, y: Tensor) -> Tensor:
     """Which answers are wrong. One that is not finite is wrong, whatever its argmax."""
     return (answer.argmax(1) != y) | ~answer.isfinite().all(1)
 

@@ -1,0 +1,47 @@
+"""What a network answers: images as it takes them, and the classes that it gives them."""
+
+import torch
+from torch import Tensor, nn
+
+from harp.attacks import logits
+from harp.errors import DataError
+from harp.frozen import frozen
+
+
+def example_of(model: nn.Module, images: Tensor) -> Tensor:
+    """A tensor of the type and on the device that the model works with."""
+    return next((p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device=images.device))
+
+
+def classes_of(model: nn.Module, images: Tensor, labels: Tensor, num_classes: int | None = None) -> int:
+    """The number of classes, once it is clear that the model, the images and the labels go together."""
+    if len(images) == 0:
+        raise DataError("there are no images to evaluate on")
+    if labels.shape != images.shape[:1] or labels.is_floating_point():
+        raise DataError(
+            f"{len(images)} images need as many integer labels, not {tuple(labels.shape)} of {labels.dtype}"
+        )
+    if not images.is_floating_point() and images.dtype != torch.uint8:
+        raise DataError(f"images must be bytes or floating point numbers in [0, 1], not {images.dtype}")
+    first = as_input(images[:1], example_of(model, images))
+    with torch.no_grad(), frozen(model, first, fast=False) as net:
+        width = logits(net, first).shape[1]
+    classes = num_classes or width
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= min(classes, width):
+        raise DataError(f"labels must be 0 to {min(classes, width) - 1}, these are {low} to {high}")
+    return classes
+
+
+def as_input(images: Tensor, like: Tensor) -> Tensor:
+    """Images as the model takes them: on its device, of its type, bytes as numbers in [0, 1]."""
+    x = images.to(like.device).to(like.dtype)
+    return x / 255 if images.dtype == torch.uint8 else x
+
+
+@torch.no_grad()
+def predicted(model: nn.Module, x: Tensor) -> Tensor:
+    """The classes that the model gives images. An answer that is not finite is of no class, -1, whatever its argmax."""
+    with frozen(model, x, fast=False) as net:
+        answer = logits(net, x)
+    return torch.where(answer.isfinite().all(1), answer.argmax(1), -1)

@@ -1,0 +1,254 @@
+"""APGD: gradient ascent that finds its step length by itself.
+
+Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free attacks",
+ICML 2020. From a random point of the ball's boundary, with momentum (eq. 3 and 4; a = 1 in the first step, then 3/4):
+
+    z       = Π(x_k + η · steepest(∇ f(x_k)))
+    x_{k+1} = Π(x_k + a (z − x_k) + (1 − a) (x_k − x_{k−1}))
+
+η is 2 ε at first. At checkpoints, which come after 22 % of the steps and then at distances that shrink by 3 % of the
+steps down to 6 %, it is halved and the search goes back to the best point so far, if since the last checkpoint
+
+1.  no more than ρ = 75 % of the steps have raised the loss, or
+2.  η was not halved there and the best loss is still the same.
+
+The losses are the cross entropy, the difference of logits ratio (eq. 5, with the logits sorted z_1 ≥ z_2 ≥ ...)
+
+    DLR = −(z_y − max_{j≠y} z_j) / (z_1 − z_3)
+
+and its form towards a class t (eq. 6): −(z_y − z_t) / (z_1 − (z_3 + z_4)/2). An image is through as soon as any point
+that was visited is misclassified.
+
+Departures from the authors' code:
+
+* The first step is a rise if the loss is higher than at the start, as in the paper; the code compares with zero.
+* Steps in the Euclidean norm divide by the length of the gradient with no constant beside it, so that gradients below
+  1e-12 count as well.
+* Classes are sorted without the true one to find targets: a tie can't make it a target.
+* Fewer classes than a loss needs are no error: with three, both ratios are over z_1 − z_3; with two, the margin itself
+  is climbed. There are never more targets than other classes.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harp.attacks.ball import Ball, check_number, logits, per_image
+from harp.attacks.stepwise import State, Stepwise, wrong
+from harp.frozen import Logits
+
+_RHO = 0.75
+_MOMENTUM = 0.75
+_TINY = 1e-12  # in the ratios' denominators, as the authors have it
+
+
+@dataclass(frozen=True)
+class Apgd(Stepwise):
+    """APGD on the cross entropy; `restarts` are from other random points."""
+
+    epsilon: float = 8 / 255
+    norm: str = "linf"
+    steps: int = 100
+    restarts: int = 1
+    fast: bool = True
+
+    code: ClassVar[str] = "apgd-ce"
+
+    def __post_init__(self) -> None:
+        Ball(self.epsilon, self.norm)
+        check_number("steps", self.steps, whole=True, least=1)
+        check_number("restarts", self.restarts, whole=True, least=1)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # what is read only is enough
+        """The attack in short, as `named` reads it."""
+        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
+
+    def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        """The loss to climb, per image; what has no targets does not look at them."""
+        return F.cross_entropy(logits, y, reduction="none")
+
+    def words(self, classes: int) -> str:
+        """The loss for so many classes."""
+        return "cross entropy"
+
+    def aims(self, classes: int) -> int:
+        """How many targets there are; an attack without any has one aim, to be elsewhere."""
+        return 1
+
+    def longest(self, classes: int) -> int:
+        """How many steps an image takes that is never fooled: a look at the start, and one after each step."""
+        return self.aims(classes) * self.restarts * (self.steps + 1)
+
+    def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
+        """A first run of every image, and the classes that come next after the true one."""
+        order = clean.scatter(1, y[:, None], math.inf).argsort(dim=1, descending=True, stable=True)
+        targets = order[:, 1 : 1 + self.aims(clean.shape[1])]
+        return {**self._run(x, generator), "run": torch.zeros_like(y), "targets": targets}
+
+    def advance(
+        self, net: Logits, x: Tensor, y: Tensor, state: State, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Look at the current point of each image, then go to the next."""
+        current, step = state["current"], state["step"]
+        target = state["targets"].gather(1, state["run"][:, None] // self.restarts).squeeze(1)
+        answer, loss, gradient = self._slope(net, current, y, target)
+        fooled = wrong(answer, y)
+        better = loss > state["best"]
+        state["points"] = torch.where(per_image(better | fooled, x), current, state["points"])
+        state["gradient"] = torch.where(per_image(better, x), gradient, state["gradient"])
+        state["best"] = torch.where(better, loss, state["best"])
+        state["rises"] += loss > state["last"]
+        state["last"] = loss
+
+        window = _checkpoints(self.steps, step.device)[step]
+        back = self._halve(state, window)
+        if window.any():
+            current = torch.where(per_image(back, x), state["points"], current)
+            gradient = torch.where(per_image(back, x), state["gradient"], gradient)
+        state["current"], state["previous"] = self._next(x, current, gradient, state), current
+        state["step"] = step + 1
+
+        through = step == self.steps
+        if not through.any():
+            return fooled, through
+        state["run"] += through
+        ended = state["run"] == self.restarts * state["targets"].shape[1]
+        again = (through & ~ended & ~fooled).nonzero().flatten()
+        if len(again):
+            for key, rows in self._run(x[again], generator).items():
+                state[key][again] = rows
+        return fooled, ended
+
+    def _run(self, x: Tensor, generator: torch.Generator) -> State:
+        """The state of images before the first step of a run."""
+        start = self._start(x, generator)
+        number = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        value = torch.zeros(len(x), dtype=x.dtype, device=x.device)
+        return {
+            "points": start,
+            "current": start.clone(),
+            "previous": start.clone(),
+            "gradient": torch.zeros_like(x),  # at `points`
+            "best": value - math.inf,
+            "last": value + math.inf,
+            "checked": value - math.inf,  # the best loss at the last checkpoint
+            "size": value + 2 * self.epsilon,
+            "rises": number,
+            "step": number.clone(),
+            "halved": torch.ones_like(number, dtype=torch.bool),
+        }
+
+    def _start(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Random points whose distance from the images is epsilon, before they are clipped to the box."""
+        linf = self.norm == "linf"
+        draw = torch.rand if linf else torch.randn
+        offset = draw(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+        offset = 2 * offset - 1 if linf else offset
+        length = torch.linalg.vector_norm(offset.flatten(1), ord=math.inf if linf else 2, dim=1)
+        return (x + offset * per_image(self.epsilon / (length + _TINY), x)).clamp_(0, 1)
+
+    def _slope(self, net: Logits, points: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits, the loss of each image, and its gradient."""
+        points = points.detach().requires_grad_(True)
+        with torch.enable_grad():
+            answer = logits(net, points)
+            loss = self.loss(answer, y, target)
+            total = loss.sum()
+        (gradient,) = torch.autograd.grad(total, points)
+        return answer.detach(), loss.detach().to(points.dtype), gradient
+
+    def _halve(self, state: State, window: Tensor) -> Tensor:
+        """Which images go back to their best point with half the step length, at the checkpoints among their steps."""
+        check = window > 0
+        few = state["rises"] <= _RHO * window
+        stuck = ~state["halved"] & (state["checked"] >= state["best"])
+        back = check & (few | stuck)
+        state["halved"] = torch.where(check, back, state["halved"])
+        state["checked"] = torch.where(check | (state["step"] == 0), state["best"], state["checked"])
+        state["rises"] = state["rises"].masked_fill(check, 0)
+        state["size"] = torch.where(back, state["size"] / 2, state["size"])
+        return back
+
+    def _next(self, x: Tensor, current: Tensor, gradient: Tensor, state: State) -> Tensor:
+        """A step along the gradient, and some of the step before."""
+        ball = Ball(self.epsilon, self.norm)
+        size = per_image(state["size"], x)
+        drift = per_image((1 - _MOMENTUM) * (state["step"] > 0).to(x.dtype), x)
+        if self.norm == "linf":  # both projections are onto one box
+            low, high = (x - self.epsilon).clamp_(0, 1), (x + self.epsilon).clamp_(0, 1)
+            aim = torch.addcmul(current, gradient.sign_(), size).clamp_(low, high)
+            return aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)).clamp_(low, high)
+        aim = ball.project(torch.addcmul(current, ball.steepest(gradient), size), x)
+        return ball.project(aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)), x)
+
+
+@dataclass(frozen=True)
+class ApgdDlr(Apgd):
+    """APGD on the difference of logits ratio."""
+
+    code: ClassVar[str] = "apgd-dlr"
+
+    def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        """The negative margin, over the distance of the first to the third logit."""
+        true = logits.gather(1, y[:, None]).squeeze(1)
+        other = logits.scatter(1, y[:, None], -math.inf).amax(1)
+        return (other - true) / _spread(logits, 3)
+
+    def words(self, classes: int) -> str:
+        """The loss for so many classes."""
+        return "margin, the ratio needs 3 classes" if classes < 3 else "difference of logits ratio"
+
+
+@dataclass(frozen=True)
+class ApgdT(Apgd):
+    """APGD on the difference of logits ratio towards one class after the other, each with `restarts` runs."""
+
+    targets: int = 9
+
+    code: ClassVar[str] = "apgd-t"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("targets", self.targets, whole=True, least=1)
+
+    def aims(self, classes: int) -> int:
+        """The number of targets: never more than other classes."""
+        return min(self.targets, classes - 1)
+
+    def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+        """How far the target is above the true class, over the spread of the first four logits."""
+        true, other = logits.gather(1, torch.stack([y, target], 1)).unbind(1)
+        return (other - true) / _spread(logits, 4)
+
+    def words(self, classes: int) -> str:
+        """The loss for so many classes, and the number of targets."""
+        ratio = ["margin, the ratio needs 3 classes", "difference of logits ratio over z₁ − z₃"]
+        aims = self.aims(classes)
+        loss = ratio[classes - 2] if classes < 4 else "difference of logits ratio"
+        return f"{loss}, towards {aims} class{'es' * (aims > 1)}"
+
+
+def _spread(logits: Tensor, wanted: int) -> Tensor | float:
+    """The denominator of a ratio that wants so many logits, or what comes nearest with fewer classes."""
+    wanted = min(wanted, logits.shape[1])
+    if wanted < 3:
+        return 1.0
+    first, _, third, *fourth = logits.topk(wanted, dim=1).values.unbind(1)
+    return first - (0.5 * (third + fourth[0]) if fourth else third) + _TINY
+
+
+@cache
+def _checkpoints(steps: int, device: torch.device) -> Tensor:
+    """For every number of steps taken: if there is a checkpoint, how many steps ago the last one was, else 0."""
+    windows = torch.zeros(steps + 1, dtype=torch.long)
+    length, at = max(int(0.22 * steps), 1), 0
+    while (at := at + length) <= steps:
+        windows[at] = length
+        length = max(length - max(int(0.03 * steps), 1), max(int(0.06 * steps), 1))
+    return windows.to(device)

@@ -1,0 +1,276 @@
+"""The audit of a network: every number in a file of its own, measured once, and taken up where it was interrupted.
+
+    FOLDER/<kind>-<name>-<hash>.json          what was found, and all it depends on
+    FOLDER/<kind>-<name>-<hash>.state.pt      an attack that was interrupted
+    FOLDER/<kind>-<name>-<hash>/*.safetensors the adversarial images, where they are wanted
+
+The hash is that of the network's weights, the data, the attack, the number of images and the seed: another network or
+another question never gets an old answer.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harp import assess, contradictions, corruptions, evaluate, files, suspicion
+from harp.answers import as_input, example_of, predicted
+from harp.assault import Outcome, seeded
+from harp.assess import Subject
+from harp.attacks import Apgd, Ball, Fmn
+from harp.checkpoint import fingerprint
+from harp.display import Quiet
+from harp.errors import DataError, Interrupted, ModelError
+from harp.keeper import Stop
+from harp.seeds import derive
+
+CURVE = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
+"""The radii of a security curve, as multiples of the one that the network was made for."""
+
+_CHECKED = 64  # images for the checks of the model itself
+_SHOWN = 24  # flipped images that are listed
+_PICTURES = 8
+
+
+class Audit:
+    """A subject's numbers on the test set.
+
+    Arguments:
+        folder: takes the files; without one nothing is kept.
+        examples: images, drawn by the seed; default all.
+        store: keep all adversarial images too.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        folder: Path | None,
+        *,
+        examples: int | None = None,
+        seed: int = 0,
+        batch: int = 256,
+        store: bool = False,
+        display: Quiet | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        self.subject, self.folder, self.store = subject, folder, store
+        self.examples, self.seed, self.batch = examples, seed, batch
+        self.display, self.stop = display or Quiet(), stop or Stop()
+        test = subject.data.test
+        self.chosen = evaluate.subset(len(test), examples, seed)
+        self.test = test.select(self.chosen)
+        self.like = example_of(subject.model, self.test.images)
+        self.network = fingerprint(subject.model)
+        self.identity = f"{self.network}/{subject.data.fingerprint()}/{examples}/{seed}/{batch}"
+
+    def natural(self) -> dict[str, Any]:
+        """Accuracy on the images as they are."""
+        found = self.under("natural", None)
+        wrong = torch.tensor([index for index, bit in enumerate(found["images"]) if bit == "0"], dtype=torch.long)
+        endless = int((self._predict(self.subject.model, self.test.images[wrong]) < 0).sum())
+        if endless:
+            raise ModelError(f"the logits of {endless} of {found['n']} images are not finite: nothing can be measured")
+        return found
+
+    def under(self, name: str, attack: Any) -> dict[str, Any]:
+        """Accuracy under an attack, with what each part of an ensemble did, and a few examples."""
+        return self._attacked("accuracy", name, attack, 0 if attack is None else _PICTURES)
+
+    def _attacked(self, kind: str, name: str, attack: Any, pictures: int) -> dict[str, Any]:
+        def measure(stem: Path | None) -> dict[str, Any]:
+            with self.display.counting(f"test {name}", len(self.test)):
+                found, outcome = assess.measure(
+                    self.subject.model,
+                    self.subject.data,
+                    name,
+                    attack,
+                    examples=self.examples,
+                    seed=self.seed,
+                    batch=self.batch,
+                    path=None if stem is None else stem.with_name(f"{stem.name}.state.pt"),
+                    store=stem if self.store else None,
+                    pictures=pictures,
+                    progress=self.display.count,
+                    stop=self.stop,
+                )
+            if len(outcome.examples.get("index", ())):
+                self._once("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
+            return found | _circumstances(outcome)
+
+        return self._once(kind, name, repr(attack), measure)
+
+    def worst(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Accuracy under all the attacks together: an image counts if none of them fooled it."""
+        held = [all(bits) for bits in zip(*([bit == "1" for bit in found["images"]] for found in results), strict=True)]
+        right = torch.tensor(held)
+        classes = self.subject.data.num_classes
+        score = evaluate.score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
+        balanced = self.subject.data.balanced
+        low, high = score.interval(balanced=balanced)
+        names = [found["name"] for found in results]
+        value = score.balanced_accuracy if balanced else score.accuracy
+        facts = {"kind": "accuracy", "name": "worst case", "of": names, "value": value, "low": low, "high": high}
+        return {**results[0], **score.as_dict(), **facts, "attack": results[-1]["attack"], "images": _bits(right)}
+
+    def curve(self, ball: Ball) -> dict[str, Any]:
+        """Accuracy over the radius of the ball; each radius is attacked for itself."""
+        names = [(scale * ball.epsilon, Apgd(scale * ball.epsilon, ball.norm, steps=50)) for scale in CURVE]
+        natural = self.natural()
+        points = [{"epsilon": 0.0, **{key: natural[key] for key in ("value", "low", "high", "n")}}]
+        for epsilon, attack in names:
+            found = self._attacked("radius", f"{attack.name}-{epsilon:.4g}", attack, 0)
+            points.append({"epsilon": epsilon, **{key: found[key] for key in ("value", "low", "high", "n")}})
+        described = {"attack": names[0][1].name, "norm": ball.norm, "points": points}
+        return self._once("curve", names[0][1].name, repr(ball), lambda stem: described)
+
+    def distances(self, norm: str) -> dict[str, Any]:
+        """How far the nearest adversarial image is that a minimum-norm attack finds."""
+        attack = Fmn(norm=norm)
+
+        def measure(stem: Path | None) -> dict[str, Any]:
+            values: list[Tensor] = []
+            with self.display.counting(f"test {attack.name}", len(self.test)):
+                for start in range(0, len(self.test), self.batch):
+                    x = as_input(self.test.images[start : start + self.batch], self.like)
+                    y = self.test.labels[start : start + self.batch].to(self.like.device)
+                    with seeded(derive(self.seed, "distances", start), x.device):
+                        values.append(attack.distances(self.subject.model, x, y).cpu())
+                    self._count(start + len(y), len(self.test), attack.name)
+            found = torch.cat(values)
+            listed = [None if value == float("inf") else value for value in found.tolist()]
+            return {"attack": attack.name, "norm": norm, "median": float(found.median()), "values": listed}
+
+        return self._once("distances", attack.name, repr(attack), measure)
+
+    def corruptions(self) -> dict[str, Any]:
+        """Accuracy on corrupted images."""
+
+        def measure(stem: Path | None) -> dict[str, Any]:
+            with self.display.counting("test corruptions", 1):
+                return corruptions.measure(
+                    self.subject.model,
+                    self.test.images,
+                    self.test.labels,
+                    seed=self.seed,
+                    batch=self.batch,
+                    progress=self._count,
+                )
+
+        return self._once("corruptions", "all", "", measure)
+
+    def flips(self, dense: nn.Module) -> dict[str, Any]:
+        """Which predictions pruning has changed."""
+
+        def measure(stem: Path | None) -> dict[str, Any]:
+            before, after, y = self._predict(dense), self._predict(self.subject.model), self.test.labels.cpu()
+            was, is_ = before == y, after == y
+            changed = (before != after).nonzero().flatten()
+            listed = changed[:_SHOWN].tolist()
+            return {
+                "both_right": int((was & is_).sum()),
+                "lost": int((was & ~is_).sum()),
+                "won": int((~was & is_).sum()),
+                "both_wrong": int((~was & ~is_).sum()),
+                "changed": len(changed),
+                "examples": [
+                    {"index": int(self.chosen[i]), "label": int(y[i]), "dense": int(before[i]), "pruned": int(after[i])}
+                    for i in listed
+                ],
+            }
+
+        return self._once("flips", "dense", fingerprint(dense), measure)
+
+    def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Signs of false robustness: in the model, and in the numbers measured so far."""
+        some = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
+        images = as_input(some.images, self.like)
+        labels = some.labels.to(self.like.device)
+        findings = [
+            *suspicion.inspect(self.subject.model, images, labels, ball, seed=self.seed),
+            *contradictions.review(results),
+        ]
+        listed = [{"check": found.check, "verdict": found.verdict, "text": found.text} for found in findings]
+        shown = "/".join(f"{found['name']}={found.get('value')}" for found in results if "name" in found)
+        return self._once("checks", "robustness", f"{ball!r}/{shown}", lambda stem: {"findings": listed})
+
+    def _once(
+        self, kind: str, name: str, conditions: str, measure: Callable[[Path | None], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """What the file says, or what is measured now and put there."""
+        digest = hashlib.sha256(f"{self.identity}/{kind}/{name}/{conditions}".encode()).hexdigest()[:10]
+        words = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
+        stem = None if self.folder is None else self.folder / f"{kind}-{words}-{digest}"
+        path = None if stem is None else stem.with_name(f"{stem.name}.json")
+        if path is not None and path.exists():
+            return _read(path)
+        source = self.subject.data
+        facts = {
+            "network": self.network,
+            "data": source.name,
+            "source": source.source,
+            "seed": self.seed,
+            "n": len(self.test),
+        }
+        found = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
+        if path is not None:
+            files.write_json(path, found)
+        return found
+
+    def _count(self, done: float, total: int, text: str = "") -> None:
+        """Show how far it is, and stop if somebody asks for that."""
+        self.display.count(done, total, text)
+        if self.stop.signal is not None:
+            raise Interrupted("stopped; what was measured is kept", self.stop.signal)
+
+    def _pictures(self, name: str, attack: Any, examples: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A few images before and after an attack, as bytes."""
+        items = [
+            {
+                "index": int(self.chosen[int(examples["index"][i])]),
+                "label": int(examples["label"][i]),
+                "before": int(examples["before"][i]),
+                "after": int(examples["after"][i]),
+                "image": _bytes(examples["image"][i]),
+                "attacked": _bytes(examples["attacked"][i]),
+            }
+            for i in range(len(examples["index"]))
+        ]
+        facts = {"attack": name, "epsilon": getattr(attack, "epsilon", None)}
+        return {**facts, "shape": list(examples["image"].shape[1:]), "items": items}
+
+    def _predict(self, model: nn.Module, images: Tensor | None = None) -> Tensor:
+        images = self.test.images if images is None else images
+        starts = range(0, len(images), self.batch)
+        parts = [predicted(model, as_input(images[s : s + self.batch], self.like)).cpu() for s in starts]
+        return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
+
+
+def _circumstances(outcome: Outcome) -> dict[str, Any]:
+    """What is worth knowing beside the number."""
+    found: dict[str, Any] = {"images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
+    if outcome.parts:
+        found["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
+    if not torch.equal(outcome.right, outcome.during):
+        found["during"] = float(outcome.during.float().mean())
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
+    return found
+
+
+def _bits(right: Tensor) -> str:
+    return "".join("1" if bit else "0" for bit in right.tolist())
+
+
+def _bytes(image: Tensor) -> str:
+    return base64.b64encode((image * 255).round().to(torch.uint8).contiguous().numpy().tobytes()).decode()

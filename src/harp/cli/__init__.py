@@ -1,0 +1,86 @@
+"""The command line: thin commands over the library. Nothing heavy is imported before a command needs it."""
+
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from harp import __version__
+from harp.cli import evaluation, looking, training
+from harp.errors import HarpError, Interrupted
+
+app = typer.Typer(
+    name="harp",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make robust neural networks small: holistic adversarially robust pruning for any PyTorch model.",
+    epilog="Start with `harp demo`. Then `harp doctor MODEL` and `harp prune MODEL --data DATA --keep 1%`.",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"harp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more.")] = False,
+) -> None:
+    logging.getLogger("harp").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": training.demo,
+    "run": training.run,
+    "prune": training.prune,
+    "compare": training.compare,
+    "evaluate": evaluation.evaluate,
+    "report": evaluation.report,
+    "list": looking.list_,
+    "plan": looking.plan,
+    "doctor": looking.doctor,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+app.add_typer(evaluation.submit, name="submit")
+
+
+class _Log(logging.Handler):
+    """Print what the library logs to standard error as it is at that moment: a live bar puts itself in between."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line, named by its level where that is more than news."""
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        print(f"{level}{record.getMessage()}", file=sys.stderr)
+
+
+def main() -> None:
+    """The `harp` command: one line for what HARP raises on purpose, and exit codes that scripts can use."""
+    # Spinning threads starve each other on a shared machine (40 times slower); must be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.getLogger("harp").handlers = [_Log()]
+    try:
+        app()
+    except HarpError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+    except Interrupted as stop:
+        typer.echo(f"\n{stop}. Go on with the same command: {shlex.join(['harp', *sys.argv[1:]])}", err=True)
+        sys.exit(128 + stop.signal)
+    except KeyboardInterrupt:
+        typer.echo("\nstopped", err=True)
+        sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        typer.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
+        sys.exit(2)

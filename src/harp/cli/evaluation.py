@@ -1,0 +1,160 @@
+"""Commands that measure and show: evaluate, report, submit."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harp.cli.options import DataDir, Json, Weights
+
+_FULL = ("fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack")
+_SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp prune`.")],
+    data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
+    data_dir: DataDir = None,
+    weights: Weights = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help="Like fgsm, pgd-20, pgd-20x5, cw, apgd-ce-50x5, apgd-t, fab-t, square, autoattack, aa-lite."),
+    ] = None,
+    epsilon: Annotated[str | None, typer.Option(help="Attack budget, like 8/255; default: the run's.")] = None,
+    norm: Annotated[str | None, typer.Option(help="linf or l2; default: the run's.")] = None,
+    examples: Annotated[int | None, typer.Option(help="Test images, drawn by the seed; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the attack and the draw.")] = 0,
+    batch: Annotated[int, typer.Option(help="Images asked about at a time.")] = 256,
+    curve: Annotated[bool, typer.Option("--curve", help="Accuracy over epsilon, too.")] = False,
+    distances: Annotated[bool, typer.Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
+    corruptions: Annotated[bool, typer.Option("--corruptions", help="Common corruptions, too.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="All of it, with AutoAttack.")] = False,
+    checks: Annotated[bool, typer.Option(help="Look for signs of false robustness.")] = True,
+    store: Annotated[bool, typer.Option("--store", help="Keep all adversarial images.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for what is found; default: the run's, or evaluations/MODEL.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure natural and robust accuracy on the test set, with 95 % intervals, and check that it can be believed.
+
+    Every number is kept in a file and never measured twice. Interrupted? The same command goes on where it stopped.
+    """
+    from harp import assess, card, presets, summary
+    from harp.attacks import Ball
+    from harp.audit import Audit
+    from harp.display import Terminal
+    from harp.keeper import Stop
+
+    display = Terminal()
+    wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
+    subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
+    usual = subject.threat
+    ball = Ball(usual.epsilon if wish is None else wish, norm or usual.norm)
+    names = list(attack) if attack else list(_FULL) if full else ["pgd-20"]
+    attacks = [assess.attack_of(name, ball) for name in names]
+    stop = Stop()
+    folder = out or _folder(target)
+    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, display=display, stop=stop)
+    found: dict[str, Any] = {}
+    with stop.on_signals():
+        results = [audit.natural(), *(audit.under(name, made) for name, made in attacks)]
+        found["results"] = [*results, *([audit.worst(results)] if len(results) > 2 else [])]
+        if curve or full:
+            found["curve"] = audit.curve(ball)
+        if distances or full:
+            found["distances"] = audit.distances(ball.norm)
+        if corruptions or full:
+            found["corruptions"] = audit.corruptions()
+        if subject.dense is not None:
+            found["flips"] = audit.flips(subject.dense)
+        if checks:
+            found["checks"] = audit.checks(ball, [*results, *([found["curve"]] if "curve" in found else [])])
+    if folder == Path(target) / "evaluation":
+        card.write(Path(target))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    columns = ("test", "accuracy", "95 % interval", "n", "epsilon")
+    rows = [[row[0], *row[2:]] for row in summary.result_rows([], found["results"])]
+    display.table(f"{target} on {subject.data.name} ({results[0]['measure']})", columns, rows)
+    for line in summary.remarks(found):
+        typer.echo(line)
+    if "checks" in found:
+        marked = [[f"{_SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in found["checks"]["findings"]]
+        display.table("\nsigns of false robustness", ("check", ""), marked)
+    typer.echo(f"files     {folder}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
+    out: Annotated[Path, typer.Option(help="The HTML file; its JSON and Markdown go beside it.")] = Path("report.html"),
+) -> None:
+    """Make one HTML page of runs: accuracy, robustness, size, the learned strategy, training, checks. Opens offline."""
+    from harp import report as reports
+
+    for path in reports.build(runs, out):
+        typer.echo(path)
+
+
+submit = typer.Typer(
+    no_args_is_help=True,
+    help="Write the files that a public leaderboard asks for, and check them.",
+)
+
+_Submission = Annotated[Path, typer.Option(help="A new folder for the files.")]
+_Link = Annotated[str, typer.Option(help="Address of the paper.")]
+_PAPER = "https://openreview.net/forum?id=sAJDi9lD06L"
+
+
+@submit.command()
+def apb(
+    runs: Annotated[list[Path], typer.Argument(help="Runs of one method: 90 %, 95 % and 99 % of an architecture.")],
+    out: _Submission = Path("submission-apb"),
+    key: Annotated[str, typer.Option(help="Name_AuthorYearWord.")] = "HARP_Zhao2023Holistic",
+    paper: _Link = _PAPER,
+) -> None:
+    """The Adversarial Pruning Benchmark: checkpoints, keys, taxonomy, numbers, the text of the issue.
+
+    Evaluate the runs first: harp evaluate RUN --attack autoattack --epsilon 0.031 --distances --examples 10000
+    """
+    from harp.submit import apb as benchmark
+
+    _say(benchmark.prepare(runs, out, ap_key=key, paper=paper))
+
+
+@submit.command()
+def robustbench(
+    run: Annotated[Path, typer.Argument(help="A finished run on CIFAR-10 or CIFAR-100.")],
+    name: Annotated[str, typer.Option(help="The model's name, like Zhao2023Holistic_R18.")],
+    out: _Submission = Path("submission-robustbench"),
+    title: Annotated[str, typer.Option(help="The paper's title.")] = "Holistic Adversarially Robust Pruning",
+    authors: Annotated[str, typer.Option(help="Its authors.")] = "Qi Zhao, Christian Wressnegger",
+    venue: Annotated[str, typer.Option(help="Where it appeared.")] = "ICLR 2023",
+    link: _Link = _PAPER,
+) -> None:
+    """RobustBench: the model's entry, its definition in plain torch, its checkpoint, the text of the issue.
+
+    Evaluate the run first: harp evaluate RUN --attack autoattack --epsilon 8/255 --examples 10000
+    """
+    from harp.submit import robustbench as benchmark
+
+    _say(benchmark.prepare(run, out, name=name, title=title, authors=authors, venue=venue, link=link))
+
+
+def _say(submission: Any) -> None:
+    """What was written and what is missing; exit code 1 if it can't be submitted like this."""
+    for problem in submission.problems:
+        typer.echo(problem, err=True)
+    typer.echo(f"files     {submission.folder}")
+    if submission.errors:
+        raise typer.Exit(1)
+
+
+def _folder(target: str) -> Path:
+    """Where the numbers of a target go: into the run, or into a folder named after the model."""
+    if (Path(target) / "recipe.yaml").is_file():
+        return Path(target) / "evaluation"
+    words = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in target.rpartition("/")[2])
+    return Path("evaluations") / words.strip("-.")

@@ -1,0 +1,71 @@
+"""What an emitter leaves: a folder that appears whole or not at all, and what is wrong with it, one line each."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harp.errors import CheckpointError, RecipeError
+from harp.files import reason
+
+ERROR, WARNING = "error: ", "warning: "
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prepared folder; errors keep it from being submitted, warnings weaken it."""
+
+    folder: Path
+    problems: tuple[str, ...]
+
+    @property
+    def errors(self) -> list[str]:
+        """What keeps it from being submitted."""
+        return [line.removeprefix(ERROR) for line in self.problems if line.startswith(ERROR)]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What weakens it."""
+        return [line.removeprefix(WARNING) for line in self.problems if line.startswith(WARNING)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether nothing keeps it from being submitted."""
+        return not self.errors
+
+
+def check_free(out: Path) -> None:
+    """Refuse a folder that has something in it: nothing is ever overwritten."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"{out} is there already: give a folder that is not there yet, or empty it first")
+
+
+@contextmanager
+def fresh(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` when the block ends well, and is removed when it doesn't."""
+    check_free(out)
+    draft = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
+    try:
+        draft.mkdir(parents=True)
+        try:
+            yield draft
+            if out.exists():
+                out.rmdir()
+            draft.rename(out)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise CheckpointError(f"can't write {out}: {reason(error)}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file of a submission."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"can't read {path.name}: {reason(error)}") from error

@@ -1,0 +1,141 @@
+"""Attacks on many images: in shards, through kills, and measured again at the end."""
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harp import assault, checkpoint
+from harp.assault import Assault, Outcome
+from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Pgd, Square
+from harp.attacks.stepwise import State, Stepwise
+from harp.errors import Interrupted
+from harp.frozen import Logits
+from harp.keeper import Stop
+from tests import cases
+
+EPSILON = 0.08
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, Tensor, Tensor]:
+    """A small network that gets most of its images right, and some of them wrong."""
+    x, y = cases.batch(60)
+    generator = torch.Generator().manual_seed(1)
+    pattern = torch.rand(4, *x.shape[1:], generator=generator)
+    x = (0.6 * x + 0.4 * pattern[y % 4]).clamp(0, 1)
+    model, y = cases.build("conv"), y % 4
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(12):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.eval(), x, y
+
+
+def run(trained: tuple[nn.Module, Tensor, Tensor], attack: Attack | None, **more: Any) -> Outcome:
+    model, x, y = trained
+    return Assault(model, x, y, attack, classes=10, **{"batch": 16, "seed": 3, **more}).run()
+
+
+def facts(outcome: Outcome) -> Any:
+    return [{key: part[key] for key in ("attack", "tried", "fooled", "left")} for part in outcome.parts]
+
+
+ATTACKS = {
+    "pgd": Pgd(EPSILON, steps=3),
+    "apgd": Apgd(EPSILON, steps=8),
+    "lite": AutoAttackLite(EPSILON),
+    "square": Square(EPSILON, steps=30),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_ten_kills_change_nothing(
+    trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assault, "_SHARD", 32 * trained[1][0].numel() * 4)  # two shards
+    whole = run(trained, ATTACKS[name])
+    path, kills, generator = tmp_path / "state.pt", 0, random.Random(name)
+    outcome = None
+    while outcome is None:
+        stop = Stop()
+        ticks = generator.randrange(1, 3 if name == "pgd" else 40) if kills < 10 else -1
+
+        def progress(done: float, total: int, text: str, stop: Stop = stop, left: list[int] = [ticks]) -> None:  # noqa: B006 (it counts)
+            left[0] -= 1
+            stop.signal = signal.SIGTERM if left[0] == 0 else stop.signal
+
+        try:
+            torch.manual_seed(generator.randrange(99))  # nothing may depend on the caller's random numbers
+            outcome = run(trained, ATTACKS[name], path=path, progress=progress, stop=stop)
+        except Interrupted:
+            assert path.exists()
+            kills += 1
+    assert kills > 0 and not path.exists()
+    assert torch.equal(outcome.right, whole.right) and torch.equal(outcome.during, whole.during)
+    assert facts(outcome) == facts(whole)
+
+
+def test_without_an_attack_it_is_the_model(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, y = trained
+    assert torch.equal(run(trained, None).right, model(x).argmax(1) == y)
+
+
+def test_the_parts_of_an_ensemble_see_what_is_left(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    natural, outcome = run(trained, None), run(trained, AutoAttackLite(EPSILON))
+    first, second = outcome.parts
+    assert first["tried"] == int(natural.right.sum()) and second["tried"] == first["left"]
+    assert second["left"] == int(outcome.during.sum())
+    assert not bool((outcome.right & ~natural.right).any())
+    assert first["words"] and second["words"] and first["seconds"] > 0
+
+
+def test_an_ensemble_is_as_strong_as_its_parts(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    together = run(trained, AutoAttackLite(EPSILON)).right
+    alone = run(trained, Apgd(EPSILON)).right & run(trained, ApgdT(EPSILON)).right
+    assert int((together != alone).sum()) <= 1  # they draw other random numbers
+
+
+def test_stored_images_are_what_was_counted(
+    trained: tuple[nn.Module, Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, y = trained
+    monkeypatch.setattr(assault, "_SHARD", 32 * x[0].numel() * 4)
+    outcome = run(trained, Apgd(EPSILON, steps=8), store=tmp_path, pictures=3)
+    stored = [checkpoint.load_tensors(path)[0] for path in sorted(tmp_path.iterdir())]
+    points = torch.cat([part["images"] for part in stored])
+    assert len(stored) == 2 and points.shape == x.shape
+    assert float((points - x).abs().max()) <= EPSILON + 1e-6
+    assert torch.equal(model(points).argmax(1) == y, outcome.right)
+    examples = outcome.examples
+    assert len(examples["index"]) == 3 and torch.equal(examples["image"], x[examples["index"]])
+    assert bool((examples["before"] == examples["label"]).all() and (examples["after"] != examples["label"]).all())
+
+
+class Boaster(Stepwise):
+    """Claims to have fooled every image at once, and has not touched it."""
+
+    name, epsilon, norm, fast = "boaster", EPSILON, "linf", True
+
+    def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
+        return {"points": x.clone()}
+
+    def advance(
+        self, net: Logits, x: Tensor, y: Tensor, state: State, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(y, dtype=torch.bool), torch.ones_like(y, dtype=torch.bool)
+
+    def longest(self, classes: int) -> int:
+        return 1
+
+
+def test_what_the_attack_believed_is_kept_beside_what_is_true(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    outcome = run(trained, Boaster())
+    assert int(outcome.during.sum()) == 0
+    assert torch.equal(outcome.right, run(trained, None).right)

@@ -1,0 +1,190 @@
+"""MACs against torch's own counter, and exactly what pruning saves."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from harp import models
+from harp.cost import cost
+from harp.errors import ModelError
+from tests.cases import CASES, build
+
+SHAPE = (3, 8, 8)
+
+
+def macs_by_torch(model: nn.Module, shape: tuple[int, ...]) -> int:
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model.eval()(torch.rand(1, *shape))
+    return counter.get_total_flops() // 2
+
+
+class Twice(nn.Module):
+    """One convolution that is called twice, and a linear layer on a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.each = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.each(self.conv(self.conv(x))).mean((1, 2))
+
+
+ODD = {
+    "transposed": nn.Sequential(nn.ConvTranspose2d(3, 6, 3, stride=2, groups=3), nn.Flatten(), nn.Linear(6 * 289, 4)),
+    "dilated": nn.Sequential(nn.Conv2d(3, 5, 3, dilation=2, stride=2, bias=False), nn.Flatten(), nn.Linear(20, 4)),
+    "one-dimensional": nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 5, stride=3), nn.Flatten(), nn.Linear(80, 4)),
+    "twice": Twice(),
+}
+
+
+@pytest.mark.parametrize("name", [*sorted(CASES.keys() - {"transformer"}), *ODD])
+def test_macs_are_those_of_torchs_counter(name: str) -> None:
+    model = build(name) if name in CASES else ODD[name]
+    found = cost(model, SHAPE)
+    expected = macs_by_torch(model, SHAPE)
+    assert found["uncounted"] == []
+    assert found["macs"] == sum(layer["macs"] for layer in found["layers"]) == expected
+    assert found["macs_kept"] == found["macs"]
+    assert found["parameters"] == found["parameters_kept"] == sum(p.numel() for p in model.parameters())
+    assert found["bytes_dense"] == found["bytes_sparse"] == 4 * found["parameters"]
+
+
+def test_resnet18_on_cifar() -> None:
+    found = cost(models.build("resnet18", num_classes=10, shape=(3, 32, 32)), (3, 32, 32))
+    assert found["macs"] == 555_422_720
+    assert [layer["name"] for layer in found["layers"]][:2] == ["conv1.weight", "layer1.0.conv1.weight"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    channels=st.integers(1, 3), groups=st.integers(1, 3), kernel=st.integers(1, 4), stride=st.integers(1, 3),
+    padding=st.integers(0, 2), dilation=st.integers(1, 2), transposed=st.booleans(), keep=st.floats(0, 1),
+)  # fmt: skip
+def test_any_convolution(
+    channels: int, groups: int, kernel: int, stride: int, padding: int, dilation: int, transposed: bool, keep: float
+) -> None:
+    kind: Any = nn.ConvTranspose2d if transposed else nn.Conv2d
+    shape = (channels * groups, 9, 10)
+    model = kind(shape[0], 2 * groups, kernel, stride, padding, groups=groups, dilation=dilation)
+    mask = torch.rand(model.weight.shape) < keep
+    found = cost(model, shape, {"weight": mask})
+    assert found["macs"] == macs_by_torch(model, shape)
+    positions = found["macs"] // model.weight.numel()
+    assert positions * model.weight.numel() == found["macs"]
+    assert found["macs_kept"] == positions * int(mask.sum())
+
+
+def test_kept_macs_by_zeroed_weights_one_at_a_time() -> None:
+    """The definition itself: a weight saves as many MACs as it has positions, found here by counting its uses."""
+    model = nn.Conv2d(2, 3, 3, stride=2, bias=False)
+    shape = (2, 7, 9)
+    mask = torch.rand(model.weight.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    columns = nn.functional.unfold(torch.ones(1, *shape), 3, stride=2).shape[2]
+    assert cost(model, shape, {"weight": mask})["macs_kept"] == sum(columns for _ in range(int(mask.sum())))
+
+
+def test_a_transformer_by_hand() -> None:
+    """Torch's counter does not know all kernels of attention."""
+    found = cost(build("transformer"), SHAPE)
+    tokens = 5
+    assert found["macs"] == 4 * 16 * 48 + tokens * (3 * 256 + 256 + 2 * 512) + 16 * 4
+    assert found["uncounted"] == ["token", "position"]
+
+
+def test_packed_attention_counts_the_kept_rows_of_query_key_and_value() -> None:
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.flatten(2)
+            return self.attention(tokens[:, :1], tokens, value=tokens)[0][:, 0]
+
+    mask = torch.zeros(24, 8, dtype=torch.bool)
+    mask[:8, 0] = True  # queries: one position
+    mask[16:, :2] = True  # values: three positions
+    found = cost(Cross(), (3, 2, 4), {"attention.in_proj_weight": mask})
+    rows = {layer["name"]: (layer["macs"], layer["macs_kept"]) for layer in found["layers"]}
+    assert rows["attention.in_proj_weight"] == (64 + 3 * 64 + 3 * 64, 8 + 3 * 16)
+    assert rows["attention.out_proj.weight"] == (64, 64)
+
+
+def test_masks_parameters_and_bytes() -> None:
+    model = build("conv")
+    masks = {"classifier.0.weight": torch.zeros(16, 64, dtype=torch.bool)}
+    masks["classifier.0.weight"][0, :10] = True
+    found = cost(model, SHAPE, masks)
+    gone = 16 * 64 - 10
+    assert found["macs"] - found["macs_kept"] == gone
+    assert found["parameters"] - found["parameters_kept"] == gone
+    assert found["bytes_dense"] - found["bytes_sparse"] == 4 * 16 * 64 - 8 * 10
+    half = {"classifier.0.weight": torch.arange(16 * 64).reshape(16, 64) % 8 != 0}
+    assert cost(model, SHAPE, half)["bytes_sparse"] == found["bytes_dense"]  # with indices it would be larger
+
+
+def test_without_masks_zeros_are_pruned() -> None:
+    model = build("residual")
+    with torch.no_grad():
+        model.get_parameter("conv2.weight")[:4] = 0
+    found = cost(model, SHAPE)
+    masks = {name: weight != 0 for name, weight in model.named_parameters() if weight.ndim > 1}
+    assert found == cost(model, SHAPE, masks)
+    rows = {layer["name"]: layer for layer in found["layers"]}
+    assert rows["conv2.weight"]["macs_kept"] == rows["conv2.weight"]["macs"] * 3 // 4
+
+
+class Counter(nn.Module):
+    """Writes into a buffer and draws random numbers, even in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.norm = nn.BatchNorm2d(3)
+        self.linear = nn.Linear(192, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = nn.functional.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True)
+        return self.linear(nn.functional.dropout(x, 0.5, training=True).flatten(1))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Counter().train()
+    model.norm.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    first, second = cost(model, SHAPE), cost(model, SHAPE)
+    assert first == second
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training and not model.norm.training
+    assert not any(module._forward_hooks for module in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_what_does_not_fit_together() -> None:
+    model = build("conv").train()
+    with pytest.raises(ModelError, match="can't run on an image of shape 1x8x8") as error:
+        cost(model, (1, 8, 8))
+    assert "\n" not in str(error.value)
+    assert not any(module._forward_hooks for module in model.modules()) and model.training
+    with pytest.raises(ModelError, match="like \\(3, 32, 32\\)"):
+        cost(model, (3, 0, 8))
+    with pytest.raises(ModelError, match="masks of another model"):
+        cost(model, SHAPE, {"features.0.weight": torch.ones(2, 2, dtype=torch.bool)})
+
+
+def test_a_tied_weight_is_one_layer_with_the_macs_of_both_uses() -> None:
+    found = cost(build("tied"), SHAPE)
+    rows = {layer["name"]: layer["macs"] for layer in found["layers"]}
+    assert rows["up.weight"] == 2 * 24 * 24 and "down.weight" not in rows
+    assert math.isclose(found["macs"], 192 * 24 + 2 * 24 * 24 + 24 * 4)

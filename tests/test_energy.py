@@ -1,0 +1,161 @@
+"""Energy and CO2: the paper's number by the formula, and a meter that never gets in the way."""
+
+import builtins
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harp import energy
+from harp.errors import RecipeError
+
+CODECARBON = importlib.util.find_spec("codecarbon") is not None
+
+
+def without_codecarbon(patch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def fail(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "codecarbon":
+            raise ImportError("No module named 'codecarbon'")
+        return real(name, *rest, **more)
+
+    patch.setattr(builtins, "__import__", fail)
+
+
+def test_the_number_of_the_paper() -> None:
+    found = energy.estimate(10_198)
+    assert round(found["co2_g"] / 1000, 2) == 2177.27
+    assert round(found["kwh"], 1) == 3569.3
+    assert found["by"] == "formula: 350 W x 1.02e+04 h x PUE 1 x 610 g/kWh"
+
+
+@given(
+    hours=st.floats(0, 1e4),
+    watts=st.floats(0, 1e4),
+    pue=st.floats(1, 3),
+    intensity=st.floats(0, 1500),
+    k=st.floats(0, 9),
+)
+def test_the_formula_is_a_product(hours: float, watts: float, pue: float, intensity: float, k: float) -> None:
+    one = energy.estimate(hours, watts=watts, pue=pue, intensity=intensity)
+    assert one["kwh"] == pytest.approx(watts * hours * pue / 1000)
+    assert one["co2_g"] == pytest.approx(one["kwh"] * intensity)
+    more = energy.estimate(k * hours, watts=watts, pue=pue, intensity=intensity)
+    assert more["co2_g"] == pytest.approx(k * one["co2_g"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"watts": -1.0}, "watts"), ({"pue": 0.9}, "pue"), ({"intensity": float("nan")}, "intensity")],
+)
+def test_numbers_that_make_no_sense(options: dict[str, float], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        energy.estimate(1.0, **options)
+    with pytest.raises(RecipeError, match=words):
+        energy.Meter(**options)
+    with pytest.raises(RecipeError, match="hours"):
+        energy.estimate(-1.0)
+
+
+def test_without_codecarbon_the_formula_is_used_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_codecarbon(monkeypatch)
+    began = time.monotonic()
+    with energy.Meter(watts=100, pue=1.5, intensity=400) as meter:
+        time.sleep(0.05)
+    assert time.monotonic() - began < 0.25
+    hours = meter.result["kwh"] / 0.15
+    assert 0.05 / 3600 <= hours < 0.25 / 3600
+    assert meter.result["co2_g"] == pytest.approx(meter.result["kwh"] * 400)
+    assert meter.result["by"].startswith("formula: 100 W x ") and meter.result["by"].endswith(
+        " h x PUE 1.5 x 400 g/kWh"
+    )
+
+
+def test_an_error_in_the_block_gets_through_and_is_measured_up_to_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_codecarbon(monkeypatch)
+    meter = energy.Meter()
+    with pytest.raises(ZeroDivisionError), meter:
+        raise ZeroDivisionError
+    assert meter.result["by"].startswith("formula: 65 W")
+
+
+class Tracker:
+    """A stand-in for codecarbon's, in the ways it can go wrong."""
+
+    fault = ""
+    seen: Any = SimpleNamespace(energy_consumed=0.5, codecarbon_version="3.9")
+
+    def __init__(self, **options: Any) -> None:
+        assert options["output_methods"] == [] and options["pue"] == 1.0
+        self._hardware = [type("CPU", (), {"_mode": "intel_rapl"})(), type("GPU", (), {})()]
+
+    def start(self) -> None:
+        if self.fault == "start":
+            raise RuntimeError("no power counters")
+
+    def stop(self) -> None:
+        if self.fault == "stop":
+            raise RuntimeError("gone")
+        if self.fault != "nothing":
+            self.final_emissions_data = self.seen
+
+
+@pytest.mark.parametrize("fault", ["start", "stop", "nothing", "zero"])
+def test_a_broken_codecarbon_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    seen = SimpleNamespace(energy_consumed=0.0, codecarbon_version="3.9") if fault == "zero" else Tracker.seen
+    broken = type("Broken", (Tracker,), {"fault": fault, "seen": seen})
+    monkeypatch.setitem(sys.modules, "codecarbon", SimpleNamespace(OfflineEmissionsTracker=broken))
+    with energy.Meter() as meter:
+        pass
+    assert meter.result["by"].startswith("formula: 65 W") and meter.result["kwh"] >= 0
+
+
+def test_what_codecarbon_measures_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "codecarbon", SimpleNamespace(OfflineEmissionsTracker=Tracker))
+    with energy.Meter(pue=2.0, intensity=100) as meter:
+        pass
+    assert meter.result == {
+        "kwh": 1.0,
+        "co2_g": 100.0,
+        "by": "codecarbon 3.9, measured CPU power, measured GPU power, RAM power estimated",
+    }
+
+
+@pytest.mark.skipif(not CODECARBON, reason="codecarbon is not installed (the extra `energy`)")
+def test_codecarbon_itself_offline_silent_and_without_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*words: Any, **more: Any) -> Any:
+        raise AssertionError("the network was asked")
+
+    for name in ("create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with energy.Meter() as meter:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            pass
+    assert meter.result["by"].startswith("codecarbon 3.")
+    assert 0 < meter.result["kwh"] < 0.01
+    assert meter.result["co2_g"] == pytest.approx(meter.result["kwh"] * energy.INTENSITY)
+    assert capfd.readouterr() == ("", "")
+    assert os.listdir(tmp_path) == []
+    assert not logging.getLogger("codecarbon").disabled
+
+
+def test_importing_the_module_does_not_import_codecarbon() -> None:
+    code = "import sys; import harp.energy; sys.exit('codecarbon' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

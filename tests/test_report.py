@@ -1,0 +1,554 @@
+"""The report: what it says is what the files say, in all three forms, and nothing wrong gets in or breaks it."""
+
+import base64
+import json
+import math
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harp import checkpoint, masks, report
+from harp.errors import HarpError, RecipeError
+from harp.report import chart, collect, compose, groups, page, png, scale, text
+from harp.report.chart import Axis, Level, Point, Series
+
+HOSTILE = "<script>alert('x')</script>"
+VOID = {"meta", "link", "img", "br", "hr", "input"}
+CLASSES = ["cat", "dog", "owl", HOSTILE]
+
+
+def accuracy(name: str, value: float, n: int = 2000, epsilon: float | None = None, **more: Any) -> dict[str, Any]:
+    attack = None if epsilon is None else {"type": "Pgd", "epsilon": epsilon, "norm": "linf"}
+    right = [round(n / 4 * min(1.0, value * factor)) for factor in (1.1, 1.0, 0.5, 1.0)]
+    found = {"name": name, "value": value, "low": max(0.0, value - 0.02), "high": value + 0.02, "n": n}
+    found |= {"measure": "accuracy", "attack": attack, "correct": right, "totals": [n // 4] * 4, "seed": 0}
+    return {**found, "versions": {"harp": "1.2.3", "torch": "2.9"}, "data": "toys", **more}
+
+
+def evaluation(value: float) -> dict[str, dict[str, Any]]:
+    """Every kind of file that an evaluation may leave."""
+    image = bytes(range(48))
+    attacked = bytes(min(255, pixel + 8) for pixel in image)
+    item = {"index": 7, "label": 0, "before": 0, "after": 3, "image": base64.b64encode(image).decode()}
+    item["attacked"] = base64.b64encode(attacked).decode()
+    parts = [
+        {"attack": "apgd-ce-100", "words": "cross entropy", "tried": 1000, "fooled": 400, "left": 600, "seconds": 12.0},
+        {"attack": "square-5000", "words": "random search", "tried": 600, "fooled": 3, "left": 597, "seconds": 99.0},
+    ]
+    aa = accuracy("autoattack", value - 0.05, 1000, 8 / 255, parts=parts, during=value - 0.04, classes=CLASSES)
+    points = [
+        {"epsilon": e / 255, "value": max(0.0, value - e / 40), "low": 0.0, "high": 0.9, "n": 500} for e in range(9)
+    ]
+    rows = [
+        {"corruption": name, "severity": severity, "value": value - severity / 20, "low": 0.1, "high": 0.9, "n": 100}
+        for name in ("fog", "gaussian noise")
+        for severity in (1, 3)
+    ]
+    flips = {"n": 100, "both_right": 60, "lost": 15, "won": 5, "both_wrong": 20, "changed": 30, "classes": CLASSES}
+    flips["examples"] = [{"index": 5, "label": 1, "dense": 1, "pruned": 2}]
+    finding = {"check": "gradients", "verdict": "bad", "text": "3 of 64 images have a gradient of zero"}
+    return {
+        "aa": {"kind": "accuracy", **aa},
+        "curve": {"kind": "curve", "attack": "pgd-10", "norm": "linf", "points": points},
+        "distances": {
+            "kind": "distances",
+            "attack": "fmn",
+            "norm": "l2",
+            "median": 0.5,
+            "values": [0.0, 0.2, 0.5, None],
+        },
+        "checks": {
+            "kind": "checks",
+            "findings": [finding, {"check": "inputs", "verdict": "good", "text": "in [0, 1]"}],
+        },
+        "corruptions": {"kind": "corruptions", "rows": rows, "mean": value - 0.1},
+        "flips": {"kind": "flips", **flips},
+        "examples": {"kind": "examples", "attack": "pgd-20", "epsilon": 0.1, "shape": [3, 4, 4], "items": [item]}
+        | {"classes": CLASSES},
+    }
+
+
+def make_run(
+    root: Path,
+    method: str = "harp",
+    keep: float = 0.1,
+    seed: int = 0,
+    *,
+    value: float = 0.5,
+    name: str | None = None,
+    layers: int = 3,
+    epochs: int = 4,
+    evaluated: bool = True,
+    options: dict[str, Any] | None = None,
+) -> Path:
+    """A run's folder as `harp run` leaves it, with what `harp evaluate` may add."""
+    name = name or f"toy-{method}-{100 * (1 - keep):.4g}"
+    folder = root / f"{name}-{seed}{zlib.crc32(f'{method}{keep}{options}'.encode()):08x}"
+    (folder / "evaluation").mkdir(parents=True)
+    pruner = {"name": method} if keep == 1 else {"name": method, "keep": keep, **(options or {})}
+    stages = [{"name": "pretrain", "pruner": {"name": "dense"}, "epochs": epochs}]
+    if keep < 1:
+        stages += [{"name": "prune", "pruner": pruner, "epochs": epochs}]
+    recipe = {
+        "name": name,
+        "seed": seed,
+        "data": {"name": "toys"},
+        "model": {"name": "net", "weights": "/home/me/a b/w.pt"},
+    }
+    recipe |= {"stages": stages, "evaluate": {"examples": 2000}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    sizes = [100 * (number + 1) for number in range(layers)]
+    table = [
+        {"name": f"block{i}.conv.weight", "size": size, "kept": round(keep * size)} for i, size in enumerate(sizes)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    weights, kept = {}, {}
+    for layer in table:
+        mask = masks.at_random(torch.ones(layer["size"]), layer["kept"], generator)
+        weights[layer["name"]] = torch.randn(layer["size"], generator=generator) * mask
+        kept[layer["name"]] = mask
+    checkpoint.save_tensors(folder / "model.safetensors", weights)
+    masks.save(folder / "masks.safetensors", kept)
+    history = [
+        {"epoch": e + 1, "loss": 2 - e / 5, "gamma": 0.01 * e, "budget_loss": max(0.0, 0.5 - e / 4), "ready": e > 1}
+        | {"natural": 0.5 + e / 20, "robust": 0.3 + e / 20}
+        for e in range(epochs)
+    ]
+    for stage in stages:
+        path = root / "stages" / f"abc-{seed}-{stage['name']}-{folder.name}" / "stage.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = {"stage": stage["name"], "epochs": epochs, "chosen_epoch": epochs, "seconds": 120.0, "history": history}
+        energy = {"kwh": 0.25, "co2_g": 90.0, "by": "RAPL"}
+        path.write_text(json.dumps({**facts, "energy": energy}))
+    summary = {"recipe": f"{seed:012d}", "name": name, "source": "/home/me/my data/toys; checksums agree"}
+    summary["stages"] = [f"stages/abc-{seed}-{stage['name']}-{folder.name}" for stage in stages]
+    summary["results"] = [accuracy("natural", value + 0.2), accuracy("pgd-20", value, epsilon=8 / 255)]
+    summary["dense"] = [accuracy("natural", 0.8), accuracy("pgd-20", 0.6, epsilon=8 / 255)] if keep < 1 else []
+    summary["layers"] = table
+    summary["cost"] = {"macs": 4_000_000, "macs_kept": 80_000, "parameters": 700, "parameters_kept": 170}
+    summary["cost"] |= {"bytes_dense": 2800, "bytes_sparse": 500}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    for kind, content in evaluation(value).items() if evaluated else ():
+        (folder / "evaluation" / f"{kind}.json").write_text(json.dumps(content))
+    return folder
+
+
+def many(root: Path) -> list[Path]:
+    """Ten runs of twenty layers."""
+    return [
+        make_run(root, method, keep, seed, value=0.6 - 0.1 * (keep < 0.05) - 0.02 * seed, layers=20, epochs=30)
+        for method in ("harp", "hydra")
+        for keep in (0.1, 0.01)
+        for seed in (0, 1)
+    ] + [make_run(root, "dense", 1.0, seed, value=0.62, layers=20) for seed in (0, 1)]
+
+
+class Page(HTMLParser):
+    """A page's elements, checked for being closed in order."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(content)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def words(self) -> str:
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("runs")
+    return {path.suffix: path.read_text("utf-8") for path in report.build(many(root), root / "out.html")}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("run")
+    return {path.suffix: path.read_text("utf-8") for path in report.build([make_run(root)], root / "out")}
+
+
+def test_page_is_well_formed_small_and_needs_nothing_else(built: dict[str, str]) -> None:
+    found = Page(built[".html"])
+    assert len(built[".html"].encode()) < 1_000_000
+    assert not {"script", "iframe", "object", "embed", "base"} & {tag for tag, _ in found.tags}
+    for tag, attributes in found.tags:
+        for key in ("src", "href", "srcset", "data", "action"):
+            value = attributes.get(key)
+            assert value is None or value.startswith(("#", "data:")), (tag, value)
+        assert not [key for key in attributes if key.startswith("on")]
+    assert "http://" not in built[".html"] and "https://" not in built[".html"]
+    assert "@import" not in built[".html"] and "url(" not in built[".html"]
+
+
+def test_all_chapters_are_there_with_title_caption_axes_and_numbers(built: dict[str, str]) -> None:
+    found = Page(built[".html"])
+    anchors = {attributes.get("id") for tag, attributes in found.tags if tag == "section"}
+    wanted = (
+        "results sparsity curves checks parts classes examples layers weights learning flips corruptions cost origin"
+    )
+    assert anchors == set(wanted.split())
+    figures = built[".html"].split("<figure")[1:]
+    drawn = [figure for figure in figures if 'class="panels' in figure.split("</figure>")[0]]
+    assert len(drawn) >= 8
+    for figure in drawn:
+        body = figure.split("</figure>")[0]
+        assert re.search(r"<h3>[^<]+</h3>", body) and re.search(r"<figcaption>[^<]{30,}", body)
+        assert "<details" in body and "<table" in body
+        for svg in re.findall(r"<svg viewBox.*?</svg>", body, re.DOTALL):
+            assert 'class="h"' in svg or 'class="x"' in svg, "an axis has its label"
+            assert re.search(r'class="(m|l|b b\d|h)"', svg), "something is drawn"
+    assert 'href="#sparsity"' in built[".html"]
+
+
+def test_numbers_of_a_run_are_those_of_its_files(single: dict[str, str]) -> None:
+    words = Page(single[".html"]).words.replace("\xa0", " ")
+    assert "weights 600 → 60 (10.000%), natural 80.0% → 70.0%, pgd-20 60.0% → 50.0%" in words
+    assert "60 of 600" in words and "60.0 % → 50.0 %" in words and "−10.0 points" in words
+    assert "50 times fewer" in words and "5.6 times smaller" in words
+    assert "The worst class is 'owl' with 22.4 % (autoattack, ε 8/255)" in words
+    assert "Counted while attacking: 46.00 %; the found images, classified once more: 45.00 %" in words
+    assert "15 (15.0 %)" in words and "0.5 kWh" in words and "180 g" in words and "4 min" in words
+    for number in ("597", "59.7 %", "harp 1.2.3, torch 2.9", "never", "toys; checksums agree"):
+        assert number in words, number
+
+
+def test_seeds_become_means_with_intervals(built: dict[str, str]) -> None:
+    data = json.loads(built[".json"])
+    network = next(one for one in data["networks"] if one["label"] == "harp, 10 %")
+    score = next(one for one in network["accuracy"] if one["attack"] == "pgd-20")["after"]
+    half = 12.706 * math.sqrt(0.0002) / math.sqrt(2)
+    assert network["seeds"] == [0, 1] and score["runs"] == 2
+    assert score["value"] == pytest.approx(0.59)
+    assert [score["low"], score["high"]] == pytest.approx([0.59 - half, 0.59 + half], abs=1e-4)
+    assert "59.0 ± 12.7" in built[".md"]
+
+
+def test_json_has_all_and_only_plain_numbers(built: dict[str, str]) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    data = json.loads(built[".json"], parse_constant=refuse)
+    assert len(data["runs"]) == 10 and len(data["networks"]) == 5
+    assert data["runs"][0]["stages"][1]["history"][3]["budget_loss"] == 0
+    assert [layer["kept"] for layer in data["runs"][0]["summary"]["layers"][:3]] == [10, 20, 30]
+    assert sum(data["networks"][1]["weights"][0]["counts"]) == data["networks"][1]["weights"][0]["kept"] == 10
+    examples = next(one for one in data["runs"][0]["evaluation"] if one.get("shape"))
+    assert examples["items"] == [{"index": 7, "label": 0, "before": 0, "after": 3}]
+
+
+def test_markdown_has_tables_of_equal_width(built: dict[str, str]) -> None:
+    blocks = re.split(r"\n\n", built[".md"])
+    tables = [block.split("\n") for block in blocks if block.startswith("|")]
+    assert len(tables) > 12
+    for table in tables:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table}
+        assert len(widths) == 1, table[0]
+    assert "| worst class |" in built[".md"].replace("\\", "")
+
+
+@pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
+def test_paths_of_the_machine_are_nowhere(single: dict[str, str], suffix: str, tmp_path: Path) -> None:
+    assert "/home/me" not in single[suffix] and str(tmp_path.parent.parent) not in single[suffix]
+    assert "toys; checksums agree" in single[suffix] and "w.pt" in single[suffix]
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, name="evil")
+    content = json.loads((folder / "summary.json").read_text())
+    content["layers"][0]["name"] = content["name"] = content["source"] = HOSTILE + '"&|`'
+    content["results"][1]["name"] = HOSTILE
+    (folder / "summary.json").write_text(json.dumps(content))
+    stage = next((tmp_path / "stages").glob("*prune*")) / "stage.json"
+    stage.write_text(json.dumps({**json.loads(stage.read_text()), "stage": HOSTILE}))
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["stages"][1]["pruner"] = {"name": HOSTILE, "keep": 0.1, "strategy": "]]>--></svg></style>"}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    html, _, markdown = (path.read_text("utf-8") for path in report.build([folder], tmp_path / "r.html"))
+    found = Page(html)
+    assert "script" not in {tag for tag, _ in found.tags} and HOSTILE in found.words
+    outside = re.sub(r"```yaml\n.*?\n```", "", markdown, flags=re.DOTALL)
+    assert outside != markdown and "<script" not in outside
+
+
+def test_a_run_without_anything_beside_its_summary(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, evaluated=False)
+    content = json.loads((folder / "summary.json").read_text())
+    del content["cost"], content["source"]
+    content["dense"], content["results"] = [], content["results"][:1]
+    for key in ("correct", "totals", "versions"):
+        content["results"][0].pop(key)
+    (folder / "summary.json").write_text(json.dumps(content))
+    for name in ("model.safetensors", "masks.safetensors"):
+        (folder / name).unlink()
+    for path in (tmp_path / "stages").glob("*/stage.json"):
+        path.unlink()
+    html = report.build([folder], tmp_path / "r.html", ["html"])[0].read_text("utf-8")
+    found = Page(html)
+    anchors = {attributes.get("id") for tag, attributes in found.tags if tag == "section"}
+    assert anchors == {"results", "layers", "cost", "origin"}
+    for note in ("No evaluation beyond", "No run was tested under attack", "no file of weights", "folders are missing"):
+        assert note in found.words
+    assert "nan" not in found.words.lower().split()
+
+
+@pytest.mark.parametrize("kind", list(evaluation(0.5)))
+def test_every_kind_alone(tmp_path: Path, kind: str) -> None:
+    folder = make_run(tmp_path, evaluated=False)
+    (folder / "evaluation" / "x.json").write_text(json.dumps(evaluation(0.5)[kind]))
+    assert len(report.build([folder], tmp_path / "r.html")) == 3
+
+
+def test_warnings(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    content = json.loads((folder / "summary.json").read_text())
+    content["results"] = [accuracy("natural", 0.4, 100), accuracy("pgd-20", 0.5, 100, 8 / 255)]
+    (folder / "summary.json").write_text(json.dumps(content))
+    for path in (tmp_path / "stages").glob("*prune*/stage.json"):
+        stage = json.loads(path.read_text())
+        path.write_text(json.dumps({**stage, "history": [{**record, "ready": False} for record in stage["history"]]}))
+    curve = {**evaluation(0.5)["curve"], "n": 60}
+    (folder / "evaluation" / "curve.json").write_text(json.dumps(curve))
+    (folder / "evaluation" / "new.json").write_text('{"kind": "horoscope"}')
+    words = "\n".join(compose.compose(groups.arrange(collect.read([folder])), {}).notes)
+    for note in (
+        "check for false robustness failed (gradients)",
+        "more accurate under pgd-20, ε 8/255 than without",
+        "budget was not met in training by harp, 10 %",
+        "Few test images (100)",
+        "measured on few images (60 and more)",
+        "subset of the test set (2,000 images",
+        "evaluation/new.json is of a kind that is not known",
+    ):
+        assert note in words, note
+
+
+def test_of_what_was_measured_twice_the_better_counts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, evaluated=False)
+    curve = evaluation(0.5)["curve"]
+    points = [{"epsilon": 0.1, "value": 0.25}]
+    for name, content in {
+        "a": {**curve, "n": 100},
+        "b": {**curve, "n": 1000, "points": points},
+        "c": {**curve, "n": 50},
+        "d": {"kind": "radius", "name": "one point of a curve"},
+        "e": {"kind": "accuracy", **accuracy("pgd-20", 0.4, 100, 8 / 255)},
+        "f": {"kind": "accuracy", **accuracy("natural", 0.75, 5000)},
+    }.items():
+        (folder / "evaluation" / f"{name}.json").write_text(json.dumps(content))
+    (run,) = collect.read([folder])
+    assert [point.value for point in run.of(collect.Curve)[0].points] == [0.25] and len(run.of(collect.Curve)) == 1
+    assert {result.name: result.value for result in run.results} == {"natural": 0.75, "pgd-20": 0.5}
+    assert not run.unknown
+
+
+def unlink_recipe(folder: Path) -> None:
+    (folder / "recipe.yaml").unlink()
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no recipe": (unlink_recipe, "is no run: there is no recipe.yaml"),
+    "no summary": (lambda folder: (folder / "summary.json").unlink(), "is not finished: there is no summary.json"),
+    "cut": (lambda folder: (folder / "summary.json").write_text('{"recipe": "a", "na'), "can't be read as JSON"),
+    "a list": (lambda folder: (folder / "summary.json").write_text("[]"), "must hold a JSON object"),
+    "empty": (lambda folder: (folder / "summary.json").write_text("{}"), "summary.json: recipe: field required"),
+    "bytes": (lambda folder: (folder / "summary.json").write_bytes(b"\xff\xfe\x00"), "can't be read as JSON"),
+    "yaml": (lambda folder: (folder / "recipe.yaml").write_text("{"), "recipe.yaml can't be read"),
+    "no stages": (lambda folder: (folder / "recipe.yaml").write_text("name: x"), "has no list of stages"),
+    "weights": (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 9), "model.safetensors"),
+    "value": (lambda folder: (folder / "evaluation" / "aa.json").write_text('{"kind": "curve"}'), "aa.json: attack"),
+    "picture": (
+        lambda folder: (folder / "evaluation" / "examples.json").write_text(
+            json.dumps({**evaluation(0.5)["examples"], "shape": [1, 2, 2]})
+        ),
+        "has 48 bytes, but its shape (1, 2, 2) needs 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", list(BROKEN))
+def test_what_is_no_run_is_one_line_and_overwrites_nothing(tmp_path: Path, damage: str) -> None:
+    good, bad = make_run(tmp_path), make_run(tmp_path, keep=0.05)
+    out = tmp_path / "out" / "r.html"
+    report.build([good], out)
+    before = {path: path.read_bytes() for path in out.parent.iterdir()}
+    ruin, message = BROKEN[damage]
+    ruin(bad)
+    with pytest.raises(RecipeError) as caught:
+        report.build([good, bad], out)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    for wrong in (lambda: report.build([], tmp_path), lambda: report.build([tmp_path / "none"], tmp_path)):
+        with pytest.raises(RecipeError):
+            wrong()
+    with pytest.raises(RecipeError, match=r"format 'pdf': a report can be html, json, md"):
+        report.build([folder], tmp_path, ["pdf"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HarpError):
+        report.build([folder], tmp_path / "file")
+
+
+def test_where_files_go_and_that_they_are_the_same_again(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs")
+    made = report.build([folder, folder], tmp_path / "a" / "page.html", ["md", "html"])
+    assert [path.name for path in made] == ["page.md", "page.html"]
+    again = report.build([folder], tmp_path / "b")
+    assert [path.name for path in again] == ["report.html", "report.json", "report.md"]
+    assert again[0].read_bytes() == made[1].read_bytes(), "a run given twice counts once"
+
+
+def test_methods_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path, "hydra", 0.1, options={"strategy": "lamp"}),
+        make_run(tmp_path, "hydra", 0.1),
+        make_run(tmp_path, "r-admm", 0.1, options={"rho": 0.01}),
+        make_run(tmp_path, "r-admm", 0.1, options={"rho": 0.1}),
+        make_run(tmp_path, "harp", 0.1, options={"gamma_step": 0.1}),
+        make_run(tmp_path, "harp", 0.01, options={"gamma_step": 0.2}),
+    ]
+    found = groups.arrange(collect.read(folders))
+    assert sorted(found.methods) == ["harp", "hydra", "hydra+lamp", "r-admm:rho=0.01", "r-admm:rho=0.1"]
+    assert [title for title, _ in found.panels(found.pruned)] == ["10 % of the weights", "1 % of the weights"]
+    assert found.lead.label == "harp, 1 %"
+
+
+def test_paths_are_cut_and_other_text_is_not() -> None:
+    cut = collect.without_paths
+    assert cut("/home/me/my data/cifar; checksums agree") == "cifar; checksums agree"
+    assert cut(r"C:\Users\me\w.pt") == "w.pt" and cut("~/x/net.py:Net") == "net.py:Net"
+    assert cut("found in '/srv/a/b.pt', twice") == "found in 'b.pt', twice"
+    for same in ("8/255", "and/or", "block/conv", "https://a.b/c/d", "toys", "", "a; b", "runs/x/y"):
+        assert cut(same) == same
+    assert cut({"image": "/9j/4AA/x", "a": [1, "/x/y"]}) == {"image": "/9j/4AA/x", "a": [1, "y"]}
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 3]), st.data())
+def test_png_reads_back(width: int, height: int, channels: int, draw: st.DataObject) -> None:
+    size = width * height * channels
+    pixels = draw.draw(st.binary(min_size=size, max_size=size))
+    content, chunks, place = png.encode(pixels, width, height, channels), {}, 8
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    while place < len(content):
+        (length,) = struct.unpack(">I", content[place : place + 4])
+        name, body = content[place + 4 : place + 8], content[place + 8 : place + 8 + length]
+        assert struct.unpack(">I", content[place + 8 + length : place + 12 + length])[0] == zlib.crc32(name + body)
+        chunks[name], place = body, place + 12 + length
+    assert list(chunks) == [b"IHDR", b"IDAT", b"IEND"]
+    assert struct.unpack(">IIBB", chunks[b"IHDR"][:10]) == (width, height, 8, 2 if channels == 3 else 0)
+    rows, stride = zlib.decompress(chunks[b"IDAT"]), width * channels + 1
+    assert b"".join(rows[start + 1 : start + stride] for start in range(0, len(rows), stride)) == pixels
+
+
+NUMBERS = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True, width=32))
+
+
+@given(st.lists(NUMBERS, max_size=8), st.booleans(), st.booleans(), st.integers(2, 9))
+def test_scales_hold_their_values_and_ticks(values: list[float | None], log: bool, reverse: bool, most: int) -> None:
+    found = scale.fit(values, log=log, reverse=reverse)
+    assert found.low < found.high and math.isfinite(found.high - found.low)
+    good = sorted(v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log))
+    places = [found.at(value) for value in good]
+    assert all(0 <= place <= 1 for place in places)
+    assert places == sorted(places, reverse=reverse)
+    if good:
+        assert found.low <= good[0] and good[-1] <= found.high
+    ticks = found.ticks(most)
+    slack = 1e-6 * max(abs(found.low), abs(found.high))
+    assert ticks == sorted(set(ticks)) and len(ticks) <= 3 * most
+    assert all(found.low - slack <= tick <= found.high + slack for tick in ticks)
+    assert len({scale.text(tick) for tick in ticks}) == len(ticks), "no two ticks read the same"
+
+
+def test_scales_on_paper() -> None:
+    assert scale.Scale(0, 100).ticks(6) == [0, 20, 40, 60, 80, 100]
+    assert scale.Scale(0.1, 100, log=True).ticks() == pytest.approx([0.1, 1, 10, 100])
+    assert scale.Scale(0.25, 10, log=True, reverse=True).at(10) == 0
+    assert scale.Scale(0.01, 1, log=True).at(0.1) == pytest.approx(0.5)
+    assert scale.fit([5.0]).at(5.0) == pytest.approx(0.5) == scale.fit([5.0], log=True).at(5.0)
+    assert [scale.text(value) for value in (0.25, 1e6, -0.5, 2e-7, 0)] == ["0.25", "10⁶", "−0.5", "2·10⁻⁷", "0"]
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6), st.booleans())
+def test_curves_draw_whatever_comes(pairs: list[tuple[float | None, float | None]], log: bool) -> None:
+    points = [Point(float(number), y, low, y) for number, (y, low) in enumerate(pairs)]
+    x = Axis("x <", scale.fit([p.x for p in points], log=log, reverse=log))
+    y = Axis("y &", scale.fit([p.y for p in points]))
+    svg = chart.curves("a 'title' \"<", [Series("s", 9, points)], x, y, levels=[Level(0.5, None, None, "<dense>")])
+    Page(svg)
+    assert "nan" not in svg and "inf" not in svg
+    known = sum(pair[0] is not None and math.isfinite(pair[0]) for pair in pairs)
+    assert svg.count('class="m"') == known
+    for value in re.findall(r'(?:x|y)="(-?[\d.]+)"', svg):
+        assert -1 <= float(value) <= chart.WIDTH + 1
+
+
+def test_a_line_does_not_bridge_what_is_missing() -> None:
+    points = [
+        Point(0, 1.0),
+        Point(1, 2.0),
+        Point(2, None),
+        Point(3, 1.0),
+        Point(4, 2.0),
+        Point(5, math.nan),
+        Point(6, 3.0),
+    ]
+    x, y = Axis("x", scale.fit([0.0, 6.0])), Axis("y", scale.fit([1.0, 3.0]))
+    svg = chart.curves("t", [Series("s", 0, points)], x, y)
+    (path,) = re.findall(r'class="l" d="([^"]+)"', svg)
+    assert path.count("M") == 2 and svg.count('class="m"') == 5
+
+
+def test_styles_never_repeat_within_a_comparison() -> None:
+    looks = {(chart.style(n), re.sub(r"M[\d. ]+", "", chart.marker(n, 0, 0))) for n in range(50)}
+    assert len(looks) == 50
+
+
+def test_long_names_are_cut_and_kept() -> None:
+    name = "encoder.layers.11.self_attention.out_projection"
+    svg = chart.rows("t", [name], [Series("s", 0, [Point(0, 5.0)])], Axis("x", scale.fit([1.0, 9.0], log=True)))
+    assert chart.shorten(name, 22) in svg and f"<title>{name}</title>" in svg
+    assert len(chart.shorten(name, 22)) == 22 and chart.shorten("short", 22) == "short"
+
+
+def test_every_block_has_its_form_in_page_and_text(single: dict[str, str]) -> None:
+    assert single[".html"].count("data:image/png;base64,") == 3
+    assert "✗ bad" in single[".html"] and "✗ bad" in single[".md"]
+    assert "stages:" in single[".html"] and "stages:" in single[".md"]
+
+
+def test_template_is_part_of_the_package() -> None:
+    folder = Path(page.__file__).parent / "templates"
+    assert {path.name for path in folder.iterdir()} == {"page.html", "style.css"}
+    assert text.render.__doc__ and "prefers-color-scheme: dark" in (folder / "style.css").read_text("utf-8")
