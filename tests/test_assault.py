@@ -139,3 +139,11 @@ def test_what_the_attack_believed_is_kept_beside_what_is_true(trained: tuple[nn.
     outcome = run(trained, Boaster())
     assert int(outcome.during.sum()) == 0
     assert torch.equal(outcome.right, run(trained, None).right)
+
+
+def test_nothing_left_to_attack_is_no_trouble(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, y = trained
+    never = (y + 1) % 4  # not one label is right
+    wrong = model(x).argmax(1) != never
+    outcome = run((model, x[wrong], never[wrong]), AutoAttackLite(EPSILON))
+    assert not bool(outcome.right.any()) and [part["tried"] for part in outcome.parts] == [0, 0]

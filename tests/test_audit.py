@@ -3,6 +3,10 @@
 import base64
 import copy
 import json
+import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +150,54 @@ def test_bad_input_is_one_line(subject: Subject, tmp_path: Path) -> None:
     narrow = models.build("tinynet", num_classes=5, shape=subject.data.shape, width=4)
     with pytest.raises(DataError, match="labels must be 0 to 4"):
         made(Subject(narrow, subject.data, BALL), None).natural()
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from harp import assault, data, models
+from harp.assess import Subject
+from harp.attacks import AutoAttackLite
+from harp.audit import Audit
+assault._SECONDS = 0.0
+torch.set_num_threads(1)
+source = data.load("digits")
+torch.manual_seed(0)
+model = models.build("tinynet", num_classes=10, shape=source.shape, width=4).eval()
+with torch.no_grad():
+    model.classifier[-1].bias -= model(source.test.images[:200] / 255).mean(0)
+print("ready", flush=True)
+Audit(Subject(model, source), Path(sys.argv[1]), examples=150, batch=32).under("aa-lite", AutoAttackLite(0.02))
+"""
+
+
+@pytest.mark.slow
+def test_ten_kills_at_random_moments(tmp_path: Path) -> None:
+    def start(folder: str) -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", KILLED, str(tmp_path / folder)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        with process.stdout as out:
+            assert out.readline() == "ready\n"
+        return process
+
+    def found(folder: str) -> dict[str, Any]:
+        (path,) = (tmp_path / folder).glob("accuracy-*.json")
+        record: dict[str, Any] = json.loads(path.read_text())
+        parts = [{key: part[key] for key in ("attack", "tried", "fooled", "left")} for part in record["parts"]]
+        return {**{key: record[key] for key in ("value", "images", "correct")}, "parts": parts}
+
+    began = time.monotonic()
+    assert start("whole").wait() == 0
+    length, generator, kills = time.monotonic() - began, random.Random(0), 0
+    while kills < 10:
+        process = start("killed")
+        time.sleep(generator.uniform(0, 0.15 * length))
+        process.kill()
+        kills += process.wait() != 0
+        if list((tmp_path / "killed").glob("accuracy-*.json")):
+            break
+    assert kills >= 3, "it ended before it could be killed: make it longer"
+    assert start("killed").wait() == 0
+    assert found("killed") == found("whole")
+    assert not list((tmp_path / "killed").glob("*.pt")), "a finished number needs no state"

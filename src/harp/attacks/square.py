@@ -91,11 +91,12 @@ class Square(Stepwise):
         asked = (first | (proposal != points).flatten(1).any(1)).nonzero().flatten()
         margin, fooled = state["margin"], torch.zeros_like(first)
         if len(asked):
-            found, lost = _margin(net, proposal[asked], y[asked])
-            better = (found < margin[asked]) | lost
+            found, lost = _margin(net, proposal if len(asked) == len(y) else proposal[asked], y[asked])
+            better = ((found < margin[asked]) | lost).nonzero().flatten()
             fooled[asked] = lost
-            kept = asked[better]
-            points[kept], margin[kept] = proposal[kept], found[better]
+            if len(better):
+                kept = asked[better]
+                points[kept], margin[kept] = proposal[kept], found[better]
         through = step == self.steps
         state["step"] = step + 1
         if not through.any():

@@ -78,7 +78,8 @@ class Packing:
     def __init__(self, attack: Stepwise, net: Logits, x: Tensor, y: Tensor, *, batch: int, seed: int) -> None:
         self.attack, self.net, self.x, self.y, self.batch, self.seed = attack, net, x, y, batch, seed
         self.points = x.clone()
-        self.clean = torch.cat([logits(net, x[start : start + batch]) for start in range(0, len(x), batch)])
+        starts = range(0, max(1, len(x)), batch)  # of no images too there are logits
+        self.clean = torch.cat([logits(net, x[start : start + batch]) for start in starts])
         self.fooled = wrong(self.clean, y)
         self.queue = (~self.fooled).nonzero().flatten()
         self.taken = self.ticks = 0
