@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harp import assault, checkpoint
 from harp.assault import Assault, Outcome
-from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Pgd, Square
+from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Fgsm, Pgd, Square
 from harp.attacks.stepwise import State, Stepwise
 from harp.errors import Interrupted
 from harp.frozen import Logits
@@ -147,3 +147,9 @@ def test_nothing_left_to_attack_is_no_trouble(trained: tuple[nn.Module, Tensor, 
     wrong = model(x).argmax(1) != never
     outcome = run((model, x[wrong], never[wrong]), AutoAttackLite(EPSILON))
     assert not bool(outcome.right.any()) and [part["tried"] for part in outcome.parts] == [0, 0]
+
+
+def test_stronger_attacks_leave_fewer_images(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    attacks = [None, Fgsm(EPSILON), Pgd(EPSILON, steps=20), Apgd(EPSILON, steps=50), AutoAttackLite(EPSILON)]
+    left = [int(run(trained, attack).right.sum()) for attack in attacks]
+    assert left == sorted(left, reverse=True) and left[0] > left[-1], left
