@@ -14,13 +14,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
 
 import harp
@@ -60,7 +61,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     x, y = test.images.float() / 255, test.labels.long()
     with torch.no_grad():
         natural = model(x).argmax(1) == y
-    _say(f"{len(x)} images, {float(natural.float().mean()):.1%} right, {options.norm} {options.epsilon:g}")
+    say(f"{len(x)} images, {float(natural.float().mean()):.1%} right, {options.norm} {options.epsilon:g}")
     seconds: dict[str, Seconds] = {"ours": defaultdict(list), "theirs": defaultdict(list)}
     found: dict[str, Tensor] = {}
 
@@ -70,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
     run = {"ours": ours(model, options, seconds["ours"]), "theirs": theirs(model, options, seconds["theirs"])}
     ways = {name: lambda name=name: found.update({name: robust(run[name](x, y))}) for name in run}
-    times = interleaved(ways, options.repeats, _progress(options.repeats))
+    times = interleaved(ways, options.repeats, progress(options.repeats))
     disagreements = [
         {"image": int(at), "robust_by": "ours" if found["ours"][at] else "theirs"}
         for at in (found["ours"] != found["theirs"]).nonzero().flatten()
@@ -120,7 +121,7 @@ def network(options: argparse.Namespace, source: data.DataSet) -> nn.Module:
     if path is not None and path.exists():
         checkpoint.load_weights(model, path)
         return model.eval()
-    _say(f"training {options.network} for {options.epochs} epochs against PGD")
+    say(f"training {options.network} for {options.epochs} epochs against PGD")
     objective = PgdTraining(epsilon=0.1, steps=5)
     fit(model, Batches(source.train, 128), objective, Dense(Weights(model)), epochs=options.epochs, lr=0.05)
     if path is not None:
@@ -197,47 +198,26 @@ def _row(name: str, ours: float, theirs: float) -> None:
     print(f"{name:<12} {ours:9.2f} {theirs:9.2f} {ratio}")
 
 
-def _progress(repeats: int) -> Callable[[str, int, float], None]:
-    return lambda name, repeat, seconds: _say(f"  repeat {repeat + 1}/{repeats}  {name:<6} {seconds:8.2f} s")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line, as everywhere else."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="autoattack.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="A table and, as the last line of standard output, one JSON object; progress goes to standard error.\n"
-        "Example: python benchmarks/autoattack.py --examples 200 --model fashion.safetensors\n"
+        "Example: python benchmarks/autoattack.py --examples 100 --model fashion.safetensors\n"
         "Quick:   python benchmarks/autoattack.py --examples 20 --epochs 2",
     )
     parser.add_argument("--model", help="the network's weights; written there after training if there is no such file")
-    parser.add_argument("--network", default="resnet8", help="a name (`harp list models`; default: resnet8)")
-    parser.add_argument("--width", default=0.25, type=float, help="the network's width multiplier (default: 0.25)")
-    parser.add_argument("--epochs", default=6, type=_positive, help="of the training (default: 6, about a minute)")
-    parser.add_argument("--examples", default=200, type=_positive, help="test images (default: 200)")
-    parser.add_argument("--batch", default=250, type=_positive, help="images attacked together (default: 250, theirs)")
+    parser.add_argument("--network", default="convnet", help="a name (`harp list models`; default: convnet)")
+    parser.add_argument("--width", default=16, type=float, help="the network's width (default: 16)")
+    parser.add_argument("--epochs", default=6, type=positive, help="of the training (default: 6, a few minutes)")
+    parser.add_argument("--examples", default=100, type=positive, help="test images (default: 100)")
+    parser.add_argument("--batch", default=250, type=positive, help="images attacked together (default: 250, theirs)")
     parser.add_argument("--epsilon", default=0.1, type=float, help="the size of the ball (default: 0.1)")
     parser.add_argument("--norm", default="linf", choices=NORMS, help="of the ball (default: linf)")
-    parser.add_argument("--repeats", default=1, type=_positive, help="how often each is timed (default: 1)")
-    parser.add_argument("--threads", default=1, type=_positive, help="of torch (default: 1)")
+    parser.add_argument("--repeats", default=1, type=positive, help="how often each is timed (default: 1)")
+    parser.add_argument("--threads", default=1, type=positive, help="of torch (default: 1)")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
-    return int(text)
 
 
 if __name__ == "__main__":

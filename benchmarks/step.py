@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 # The twin is the one that the tests hold the product against: it lives in the tests, which are no installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
 from tests.reference import Masked, SortedMask, Twin
 
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(0)
     model = _network(options.model, options.width)
     batch = torch.rand(options.batch, *SHAPE), torch.randint(CLASSES, (options.batch,))
-    _say(f"{options.model}: batch {options.batch}, PGD-{options.steps}, {options.threads} thread(s), one warm-up each")
+    say(f"{options.model}: batch {options.batch}, PGD-{options.steps}, {options.threads} thread(s), one warm-up each")
     _calibrate(model, options.batch)
     pruner = Harp(Weights(model), KEEP)
     twin = _twin(model, pruner)
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     def way(name: str) -> Callable[[], None]:
         return lambda: losses.update({name: steps[name](options.steps)})
 
-    times = interleaved({name: way(name) for name in steps}, options.repeats, _progress(options.repeats))
+    times = interleaved({name: way(name) for name in steps}, options.repeats, progress(options.repeats))
     medians = {name: {clock: times[name].median(clock) for clock in ("cpu", "wall")} for name in times}
     _table(times, options)
     clock = options.clock
@@ -241,23 +241,8 @@ def _table(times: dict[str, Times], options: argparse.Namespace) -> None:
         print(f"by {clock + ' time':<9}: x{faster:.2f} faster than the published step, {share:.2f} of the floor")
 
 
-def _progress(repeats: int) -> Callable[[str, int, float], None]:
-    return lambda name, repeat, seconds: _say(f"  repeat {repeat + 1}/{repeats}  {name:<5} {seconds:8.2f} s")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line, as everywhere else."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="step.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -266,13 +251,13 @@ def _parser() -> argparse.ArgumentParser:
         "Quick:   python benchmarks/step.py --model vgg8 --batch 16 --steps 2 --width 0.25",
     )
     parser.add_argument("--model", required=True, help="a name (`harp list models`) or path/to/file.py:function")
-    parser.add_argument("--batch", required=True, type=_positive, help="images a step; the papers train with 128")
-    parser.add_argument("--steps", default=10, type=_positive, help="steps of the attack (default: 10)")
-    parser.add_argument("--repeats", default=3, type=_positive, help="how often each way is timed (default: 3)")
+    parser.add_argument("--batch", required=True, type=positive, help="images a step; the papers train with 128")
+    parser.add_argument("--steps", default=10, type=positive, help="steps of the attack (default: 10)")
+    parser.add_argument("--repeats", default=3, type=positive, help="how often each way is timed (default: 3)")
     parser.add_argument(
         "--threads",
         default=torch.get_num_threads(),
-        type=_positive,
+        type=positive,
         help="of torch (default: all, as in a training; torch.sort never uses more than one)",
     )
     parser.add_argument("--width", type=_width, help="the network's width multiplier (tinynet, convnet: channels)")
@@ -288,12 +273,6 @@ def _parser() -> argparse.ArgumentParser:
         help="let the twin also make the published code's forward pass of the clean images",
     )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
-    return int(text)
 
 
 def _width(text: str) -> float:
