@@ -32,7 +32,8 @@ def slow_way(x: Tensor, slope: Tensor, value: float, norm: str) -> Tensor:
     room = torch.where(down > 0, 1 - x, x)
     pace = (slope != 0).double() if norm == "linf" else slope.abs()
     moving = slope != 0
-    meets = (room[moving] / pace[moving]).sort().values.tolist()
+    meeting = torch.where(moving, room / pace, math.inf)
+    meets = meeting[moving].sort().values.tolist()
 
     def gained(span: float) -> float:
         return float((slope.abs() * torch.minimum(span * pace, room)).sum())
@@ -40,7 +41,7 @@ def slow_way(x: Tensor, slope: Tensor, value: float, norm: str) -> Tensor:
     low, span = 0.0, math.inf
     for high in meets:
         if gained(high) >= abs(value):
-            rate = float((slope.abs() * pace)[moving & (room > low * pace)].sum())
+            rate = float((slope.abs() * pace)[moving & (meeting > low)].sum())  # not room > low · pace: that is rounded
             span = low + (abs(value) - gained(low)) / rate if rate else low
             break
         low = high

@@ -22,7 +22,7 @@ from harp import assess, contradictions, corruptions, evaluate, files, suspicion
 from harp.answers import as_input, example_of, predicted
 from harp.assault import Outcome, seeded
 from harp.assess import Subject
-from harp.attacks import Apgd, Ball, Fmn
+from harp.attacks import Apgd, Ball, Fmn, check_number
 from harp.checkpoint import fingerprint
 from harp.display import Quiet
 from harp.errors import DataError, Interrupted, ModelError
@@ -58,6 +58,7 @@ class Audit:
         display: Quiet | None = None,
         stop: Stop | None = None,
     ) -> None:
+        check_number("batch", batch, whole=True, least=1)
         self.subject, self.folder, self.store = subject, folder, store
         self.examples, self.seed, self.batch = examples, seed, batch
         self.display, self.stop = display or Quiet(), stop or Stop()

@@ -56,9 +56,9 @@ def evaluate(
     attacks = [assess.attack_of(name, ball) for name in names]
     stop = Stop()
     folder = out or _folder(target)
+    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, display=display, stop=stop)
     if weights is None and not (Path(target) / "recipe.yaml").is_file():
         display.note("no --weights: the network is measured as its code makes it")
-    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, display=display, stop=stop)
     found: dict[str, Any] = {}
     with stop.on_signals():
         results = [audit.natural(), *(audit.under(name, made) for name, made in attacks)]
