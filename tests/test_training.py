@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from harp.errors import DataError, ModelError, RecipeError
+from harp.errors import CheckpointError, DataError, ModelError, RecipeError
 from harp.objectives import Natural, PgdTraining
 from harp.pruners import Dense, Fixed, Harp, Hydra, Magnitude
 from harp.schedules import constant, cosine
@@ -201,3 +201,10 @@ def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
 
     fit(model, Three(), objective, Dense(Weights(model)), epochs=1, lr=0.1)
     assert all(module is not model for module in wrapped)
+
+
+def test_a_state_of_another_version_is_one_line() -> None:
+    model = cases.build("conv")
+    with pytest.raises(CheckpointError, match="'seconds', another version wrote it: delete it"):
+        old = {"epoch": 0, "step": 0, "loss_sum": 0.0}
+        fit(model, [cases.batch()], Natural(), Dense(Weights(model)), epochs=1, keeper=Memory(state=old))

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from harp.data import check_batch
 from harp.engine import launch
-from harp.errors import ModelError, RecipeError
+from harp.errors import CheckpointError, ModelError, RecipeError
 from harp.frozen import frozen
 from harp.pruners.base import Objective, Plan, Pruner
 from harp.schedules import cosine
@@ -163,7 +163,12 @@ class _Training:
         """Take the keeper's state, or start; every rank from rank 0's latents."""
         state = keeper.load() if keeper is not None else None
         if state is not None:
-            self.load(state)
+            try:
+                self.load(state)
+            except KeyError as error:
+                raise CheckpointError(
+                    f"the saved state has no {error}, another version wrote it: delete it to start the stage anew"
+                ) from error
         if self.fabric.world_size > 1:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)
