@@ -204,7 +204,7 @@ def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
 
 
 def test_a_state_of_another_version_is_one_line() -> None:
-    model = cases.build("conv")
+    model, keeper = cases.build("conv"), Memory()
+    keeper.save({"epoch": 0, "step": 0, "loss_sum": 0.0})
     with pytest.raises(CheckpointError, match="'seconds', another version wrote it: delete it"):
-        old = {"epoch": 0, "step": 0, "loss_sum": 0.0}
-        fit(model, [cases.batch()], Natural(), Dense(Weights(model)), epochs=1, keeper=Memory(state=old))
+        fit(model, [cases.batch()], Natural(), Dense(Weights(model)), epochs=1, keeper=keeper)
