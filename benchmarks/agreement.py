@@ -75,7 +75,7 @@ def compare(name: str, settings: dict[str, Any], classes: int, examples: int, no
     """Train a network and let both attack it."""
     train, test = images(classes)
     torch.manual_seed(0)
-    model = models.build(name, num_classes=classes, shape=tuple(train.images.shape[1:]), **settings)  # type: ignore[arg-type]
+    model = models.build(name, num_classes=classes, shape=tuple(train.images.shape[1:]), **settings)  # type: ignore[arg-type]  # three numbers
     epochs = max(4, 20_000 // len(train))
     fit(model, Batches(train, 64), PgdTraining(epsilon=EPSILON, steps=4), Dense(Weights(model)), epochs=epochs, lr=0.05)
     model.eval()

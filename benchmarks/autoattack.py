@@ -142,11 +142,11 @@ def ours(model: nn.Module, options: argparse.Namespace, seconds: Seconds) -> Cal
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         torch.manual_seed(0)
-        autoattack.Packing = Timed  # type: ignore[attr-defined,misc]
+        autoattack.Packing = Timed  # type: ignore[attr-defined,misc]  # a stop-watch for a while
         try:
             return torch.cat([attack(model, *pair) for pair in _batches(x, y, options.batch)])
         finally:
-            autoattack.Packing = Packing  # type: ignore[attr-defined,misc]
+            autoattack.Packing = Packing  # type: ignore[attr-defined,misc]  # as it was
 
     return run
 

@@ -64,11 +64,6 @@ class Apgd(Stepwise):
         check_number("steps", self.steps, whole=True, least=1)
         check_number("restarts", self.restarts, whole=True, least=1)
 
-    @property
-    def name(self) -> str:  # type: ignore[override]  # what is read only is enough
-        """The attack in short, as `named` reads it."""
-        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
-
     def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
         """The loss to climb, per image; what has no targets does not look at them."""
         return F.cross_entropy(logits, y, reduction="none")

@@ -79,11 +79,6 @@ class Fab(Stepwise):
             if getattr(self, name) > 1:
                 raise RecipeError(f"{name} must be a number from 0 to 1, not {getattr(self, name)!r}")
 
-    @property
-    def name(self) -> str:  # type: ignore[override]  # what is read only is enough
-        """The attack in short, as `named` reads it."""
-        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
-
     def aims(self, classes: int) -> int:
         """How many targets there are."""
         return min(self.targets, classes - 1)

@@ -63,11 +63,6 @@ class Fmn(Stepwise):
         check_number("alpha", self.alpha)
         check_number("gamma", self.gamma)
 
-    @property
-    def name(self) -> str:  # type: ignore[override]  # what is read only is enough
-        """The attack in short, as `named` reads it."""
-        return f"{self.code}-{self.steps}"
-
     def longest(self, classes: int) -> int:
         """How many steps an image takes that is never fooled."""
         return self.steps

@@ -60,11 +60,6 @@ class Square(Stepwise):
         check_number("restarts", self.restarts, whole=True, least=1)
         check_number("share", self.share)
 
-    @property
-    def name(self) -> str:  # type: ignore[override]  # what is read only is enough
-        """The attack in short, as `named` reads it."""
-        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
-
     def words(self, classes: int) -> str:
         """The loss and the cost."""
         return f"margin, {self.restarts * self.steps} queries without gradients"

@@ -11,7 +11,7 @@ that is all the future depends on: work that was killed goes on from its last st
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,17 @@ State = dict[str, Tensor]
 class Stepwise(ABC):
     """An attack whose steps treat every image by itself. `begin` and `advance` are called without gradients on."""
 
-    name: str
+    code: ClassVar[str]
     epsilon: float
     norm: str
+    steps: int
+    restarts: int = 1
     fast: bool
+
+    @property
+    def name(self) -> str:
+        """The attack in short, as `harp.attacks.named` reads it."""
+        return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
 
     @abstractmethod
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
