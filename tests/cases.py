@@ -1,9 +1,14 @@
 """The model shapes that every contract test runs over: tiny, but each with what breaks naive pruning code."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from harp.masks import Masks
+from harp.units import checked_total
 
 
 class ConvNet(nn.Module):
@@ -130,3 +135,75 @@ def build(name: str, seed: int = 0) -> nn.Module:
             module.running_mean.normal_(std=0.1)
             module.running_var.uniform_(0.5, 1.5)
     return model
+
+
+class Filters:
+    """Channels of `ConvNet` as units, by hand: what the units' protocol asks, in the fewest words.
+
+    Three layers of 8, 16 and 16 channels; a channel masks the columns of the weight that reads it (four a channel where
+    the images are flattened). The cost is that of the multiplications: bilinear in neighbouring counts.
+    """
+
+    kind, noun = "channels", "MACs"
+    initial_rate, gamma_step = 1.0, 0.02
+    names = ["first", "second", "hidden"]  # noqa: RUF012
+    masked = ["features.4.weight", "classifier.0.weight", "classifier.3.weight"]  # noqa: RUF012
+    sizes, fans = [8, 16, 16], [72, 64, 16]
+    singles = np.array([3 * 9 * 64.0, 0, 4])
+    pairs = np.array([[0, 9 * 16.0, 0], [0, 0, 4.0], [0, 0, 0]])
+
+    def __init__(self, model: nn.Module, steps: Sequence[int] = (1, 1, 1), lower: Sequence[int] = (1, 1, 1)) -> None:
+        self.model, self.steps, self.lower, self.upper = model, list(steps), list(lower), list(self.sizes)
+        self.floors, self.ceilings = [low / n for low, n in zip(lower, self.sizes, strict=True)], [1.0] * 3
+        self.size = self.spend(self.sizes)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        return [self.model.get_parameter(name) for name in self.masked]
+
+    def total(self, keep: float) -> int:
+        return checked_total(self, keep)
+
+    def spend(self, counts: Sequence[int]) -> int:
+        kept = np.array(counts, dtype=np.float64)
+        return int(self.singles @ kept + kept @ self.pairs @ kept)
+
+    def cost(self, rates: Tensor) -> Tensor:
+        kept = rates * torch.tensor(self.sizes)
+        return torch.from_numpy(self.singles) @ kept + kept @ torch.from_numpy(self.pairs) @ kept
+
+    def slope(self, rates: Any) -> tuple[float, Any]:
+        kept = rates * np.array(self.sizes)
+        gradient = (self.singles + (self.pairs + self.pairs.T) @ kept) * np.array(self.sizes)
+        return float(self.singles @ kept + kept @ self.pairs @ kept), gradient
+
+    def counts(self, rates: Sequence[float]) -> list[int]:
+        return [max(low, round(a * n)) for a, n, low in zip(rates, self.sizes, self.lower, strict=True)]
+
+    def spent(self, masks: Mapping[str, Tensor]) -> int:
+        columns = self.gather([masks[name].float() for name in self.masked])
+        return self.spend([int(column.count_nonzero()) for column in columns if column is not None])
+
+    def uniform_rate(self, total: int) -> float:
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.slope(np.full(3, middle))[0] <= total else (low, middle)
+        return low
+
+    def columns(self, values: Tensor, layer: int) -> Tensor:
+        """A weight's entries by the channel that they read."""
+        return values.reshape(len(values), self.sizes[layer], -1).transpose(0, 1).flatten(1)
+
+    def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
+        return [self.columns(value.detach(), i).norm(order, dim=1) for i, value in enumerate(values)]
+
+    def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [None if g is None else self.columns(g, i).sum(1) for i, g in enumerate(gradients)]
+
+    def expand(self, masks: Sequence[Tensor]) -> Masks:
+        found = {}
+        for name, weight, mask in zip(self.masked, self.weights, masks, strict=True):
+            blocks = mask[None, :, None].expand(len(weight), len(mask), weight[0].numel() // len(mask))
+            found[name] = blocks.reshape(weight.shape).clone()
+        return found

@@ -13,7 +13,7 @@ from torch import nn
 from harp import masks as mask_ops
 from harp.errors import BudgetError, ModelError, RecipeError
 from harp.objectives import Natural, PgdTraining
-from harp.pruners import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude, Plan, Pruner, hydra
+from harp.pruners import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude, Plan, Pruner, base
 from harp.training import fit
 from harp.units import Weights
 from tests import cases
@@ -176,7 +176,7 @@ def test_what_is_frozen_does_not_move(method: str, case: str) -> None:
 @pytest.mark.parametrize("method", LEARNED)
 def test_masks_are_computed_once_a_layer_a_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(hydra, "top_k", lambda s, k: calls.append(k) or mask_ops.top_k(s, k))
+    monkeypatch.setattr(base, "top_k", lambda s, k: calls.append(k) or mask_ops.top_k(s, k))
     model = cases.build("conv")
     pruner = make(method, model)
     fit(model, Three(), PgdTraining(steps=5), pruner, epochs=1, lr=0.1)

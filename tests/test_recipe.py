@@ -412,7 +412,7 @@ def test_hash_is_known() -> None:
         "stages.prune.optimizer.momentum=0.9",
         "stages.prune.optimizer.weight_decay=5e-4",
         "stages.prune.pruner.keep=0.01",
-        "stages.prune.pruner.initial_rate=10%",
+        "stages.prune.pruner.initial_rate=null",
         "stages.prune.pruner.gamma_step=null",
         "stages.prune.select=best",
         "units.ignore=[]",

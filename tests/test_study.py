@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harp import data, recipe, slim, study
+from harp import data, narrow, recipe, study
 from harp.errors import BudgetError, RecipeError
 from harp.pruners import PRUNERS
 from harp.study import Method, method, split_methods
@@ -156,24 +156,24 @@ def test_shipped_studies_are_whole(name: str) -> None:
 def test_a_small_dense_network_is_as_large_as_the_budget_allows(model: str, keep: float) -> None:
     digits = data.load("digits", None)
     made = recipe.parse({**RECIPE, "model": {"name": model}})
-    total = round(keep * slim.weights(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
-    width = slim.width(made, digits, total)
-    assert slim.weights(made, digits, width) <= total < slim.weights(made, digits, width + 1 / slim.STEPS)
+    total = round(keep * narrow.weights(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
+    width = narrow.width(made, digits, total)
+    assert narrow.weights(made, digits, width) <= total < narrow.weights(made, digits, width + 1 / narrow.STEPS)
     # Steps below 1 / STEPS are no other networks: half a channel of the widest layer is more than that.
-    fine = [slim.weights(made, digits, width + part / slim.STEPS / 8) for part in range(9)]
+    fine = [narrow.weights(made, digits, width + part / narrow.STEPS / 8) for part in range(9)]
     assert len({count for count in fine if count > total}) == 1
 
 
 def test_budgets_below_the_narrowest_network_and_models_without_width(tmp_path: Path) -> None:
     digits = data.load("digits", None)
     with pytest.raises(BudgetError, match="at its narrowest, above 20"):
-        slim.width(recipe.parse(RECIPE), digits, 20)
+        narrow.width(recipe.parse(RECIPE), digits, 20)
     source = tmp_path / "mine.py"
     source.write_text(
         "from torch import nn\ndef net(num_classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
         "def same(num_classes, width=1): return net(num_classes)\n"
     )
     with pytest.raises(RecipeError, match="no option 'width'"):
-        slim.width(recipe.parse({**RECIPE, "model": f"{source}:net"}), digits, 20)
+        narrow.width(recipe.parse({**RECIPE, "model": f"{source}:net"}), digits, 20)
     with pytest.raises(RecipeError, match="does not grow"):
-        slim.width(recipe.parse({**RECIPE, "model": f"{source}:same"}), digits, 1000)
+        narrow.width(recipe.parse({**RECIPE, "model": f"{source}:same"}), digits, 1000)

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from harp.errors import BudgetError, ModelError
+from harp import cost
+from harp.errors import BudgetError, ModelError, RecipeError
+from harp.pruners import Magnitude
 from harp.units import Weights
 from tests import cases
 
@@ -81,3 +83,47 @@ def test_damaged_and_unprunable_models_are_refused() -> None:
         Weights(model)
     with pytest.raises(ModelError, match="no prunable weights"):
         Weights(nn.BatchNorm2d(3))
+
+
+def test_a_budget_of_macs_prices_a_weight_by_its_positions() -> None:
+    units = Weights(cases.build("conv"), budget="macs", example=cases.batch()[0])
+    assert units.prices == [64, 16, 1, 1]  # 8x8 images, halved once
+    assert units.size == 216 * 64 + 1152 * 16 + 1024 + 64
+    assert units.noun == "MACs" and units.total(0.25) == round(0.25 * units.size)
+    counted = cost.cost(units.model, (3, 8, 8), Magnitude(units, 0.25).masks())
+    assert counted["macs"] == units.size and 0 <= units.total(0.25) - counted["macs_kept"] < 64
+    assert units.spent(Magnitude(units, 0.25).masks()) == counted["macs_kept"]
+    with pytest.raises(BudgetError, match=r"of 33,344 MACs, but the 4 layers .* at least 82"):
+        units.total(0.0001)
+
+
+def test_what_is_used_more_often_costs_more() -> None:
+    tied = Weights(cases.build("tied"), budget="macs", example=cases.batch()[0])
+    assert tied.prices == [1, 2, 1]
+    packed = Weights(cases.build("transformer"), budget="macs", example=cases.batch()[0])
+    prices = dict(zip(packed.names, packed.prices, strict=True))
+    assert prices["encoder.layers.0.self_attn.in_proj_weight"] == 5  # four patches and a class token
+    assert prices["patch.weight"] == 4
+
+
+def test_budgets_that_can_not_be_priced_are_refused() -> None:
+    model = cases.build("transformer")
+    with pytest.raises(RecipeError, match="budget 'bytes' of single weights: one of weights, macs"):
+        Weights(model, budget="bytes")
+    with pytest.raises(RecipeError, match="give an `example`"):
+        Weights(model, budget="macs")
+    with pytest.raises(ModelError, match="can't price weight 'position'"):
+        Weights(model, budget="macs", example=cases.batch()[0], include=["position"])
+    attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = x.flatten(1)[:, :24].view(len(x), 6, 4)
+            return self.attention(rows[:, :2], rows, rows)[0].flatten(1)
+
+    with pytest.raises(ModelError, match=r"applied \[2, 6, 6\] times"):
+        Weights(Crossed(), budget="macs", example=cases.batch()[0])

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from harp import attacks, checkpoint, data, evaluate, models, recipe
+from harp import artefact, attacks, checkpoint, data, evaluate, models, recipe
 from harp.answers import classes_of
 from harp.assault import Assault, Outcome
 from harp.attacks import Ball
+from harp.channels import Channels
 from harp.errors import RecipeError
+from harp.units import Units, Weights
 
 DEFAULT = Ball(8 / 255, "linf")
 
@@ -35,10 +38,12 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
         if weights is None and not (folder / "summary.json").is_file():
             raise RecipeError(f"{target} is half a run: there is no summary.json in it (`harp run` goes on with it)")
         source = data.load(data_name or made.data.name, data_dir, made.data.size)
-        file = weights or str(folder / "model.safetensors")
         before = _dense_weights(folder, made)
         dense = None if before is None or weights is not None else build(made.model, source, before)
-        return Subject(build(made.model, source, file), source, threat(made), dense)
+        model = build(made.model, source, weights)
+        if weights is None:
+            artefact.load(folder, model)
+        return Subject(model, source, threat(made), dense)
     if folder.is_dir():
         raise RecipeError(f"{target} is no run: there is no recipe.yaml in it (give a folder that `harp run` made)")
     if data_name is None:
@@ -68,6 +73,14 @@ def build(part: recipe.Model, source: data.DataSet, weights: str | Path | None) 
     if weights is not None:
         checkpoint.load_weights(model, weights)
     return model
+
+
+def units_of(part: recipe.Units, model: nn.Module, source: data.DataSet) -> Units:
+    """What a recipe prunes of a model."""
+    example = torch.rand(2, *source.shape, generator=torch.Generator().manual_seed(0))
+    if part.kind == "channels":
+        return Channels(model, example, **part.options())
+    return Weights(model, example=example, **part.options())
 
 
 def threat(made: recipe.Recipe) -> Ball:

@@ -13,13 +13,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harp import __version__, assess, data, files, picture, pipeline, run, slim, standings, summary, workers
+from harp import __version__, assess, data, files, narrow, picture, pipeline, run, standings, summary, workers
 from harp.display import Quiet
 from harp.errors import RecipeError
 from harp.pruners import PRUNERS
 from harp.recipe import Recipe, parse
 from harp.study import DENSE, SMALL, Method, Study, slug
-from harp.units import Weights
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Comparison:
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
             raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
         self.data = data.load(base.data.name, data_dir, base.data.size)
-        self.units = Weights(assess.build(base.model, self.data, base.model.weights), **base.units.model_dump())
-        self.size = sum(self.units.sizes)
+        self.units = assess.units_of(base.units, assess.build(base.model, self.data, base.model.weights), self.data)
+        self.size = self.units.size
         self.contents = run.contents(base, self.data)
         self.entries = self._entries()
         text = json.dumps([(entry.folder.name, entry.recipe.to_yaml()) for entry in self.entries])
@@ -89,7 +88,7 @@ class Comparison:
         """The stages and the model of a method at a budget, checked as far as that is possible without training."""
         total = self.units.total(keep)
         if method.name == SMALL:
-            return self.parts.dense(), slim.part(self.study.recipe, slim.width(self.study.recipe, self.data, total))
+            return self.parts.dense(), narrow.part(self.study.recipe, narrow.width(self.study.recipe, self.data, total))
         pruner, kind = method.pruner(keep), PRUNERS[method.name]
         kind(self.units, **{key: value for key, value in pruner.items() if key != "name"})
         if not self.parts.prune["epochs"] and kind.passes is None and not kind.from_scratch:
@@ -140,7 +139,7 @@ class Comparison:
         seconds = [_json(self.root / stage / "stage.json")["seconds"] for stage in known["stages"]]
         return facts | {
             "recipe": known["recipe"],
-            "kept": sum(layer["kept"] for layer in known["layers"]),
+            "kept": known["budget"]["kept"] if "budget" in known else sum(each["kept"] for each in known["layers"]),
             "natural": numbers["natural"]["value"],
             "robust": numbers[self.attack]["value"],
             "seconds": sum(seconds[entry.shared() :]),

@@ -64,6 +64,37 @@ def cost(model: nn.Module, shape: Sequence[int], masks: Mapping[str, Tensor] | N
     }
 
 
+def reduced(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The cost of a dense network of which a smaller dense one is left."""
+    left = {layer["name"]: layer["macs"] for layer in after["layers"]}
+    return {
+        **before,
+        "macs_kept": after["macs"],
+        "parameters_kept": after["parameters"],
+        "bytes_sparse": after["bytes_dense"],
+        "layers": [{**layer, "macs_kept": left.get(layer["name"], 0)} for layer in before["layers"]],
+    }
+
+
+def positions(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
+    """How often each weight of a layer that is known here is applied to one image of a shape, by parameter name.
+
+    All weights of a tensor must be applied equally often: queries, keys and values that are packed into one tensor and
+    come from sequences of different lengths are refused.
+    """
+    uses = _run(model, shape)
+    found = {}
+    for name, weight in model.named_parameters():
+        if id(weight) in uses:
+            first, *others = uses[id(weight)]
+            if any(times != first for times in others):
+                raise ModelError(
+                    f"rows of {name!r} are applied {[first, *others]} times: its weights have no one price"
+                )
+            found[name] = first
+    return found
+
+
 def _kept(parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """A mask for every matrix-shaped parameter."""
     for name, mask in (masks or {}).items():

@@ -49,7 +49,7 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor) -> Examination:
         layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
         left_out, first = (
             units.left_out,
-            Finding("prunable", "good", f"{sum(units.sizes):,} weights in {len(layers)} layers"),
+            Finding("prunable", "good", f"{units.size:,} weights in {len(layers)} layers"),
         )
     except HarpError as error:
         layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp import checkpoint, masks, recipe
+from harp import artefact, checkpoint, masks, recipe
 from harp.data import DATASETS
 from harp.errors import CheckpointError, RecipeError
 from harp.files import reason
@@ -54,13 +54,24 @@ class Finished:
 
     @property
     def size(self) -> int:
-        """The number of weights that could be pruned."""
-        return sum(int(layer["size"]) for layer in self.summary["layers"])
+        """What the budget counts (weights, FLOPs, ...) of the whole network."""
+        return int(self._budget["size"])
 
     @property
     def kept(self) -> int:
-        """The number of them that live."""
-        return sum(int(layer["kept"]) for layer in self.summary["layers"])
+        """How much of that is kept."""
+        return int(self._budget["kept"])
+
+    @property
+    def unit(self) -> str:
+        """What the budget counts, in words."""
+        return str(self._budget["unit"])
+
+    @property
+    def _budget(self) -> Mapping[str, Any]:
+        layers = self.summary["layers"]
+        weights = {key: sum(int(layer[key]) for layer in layers) for key in ("size", "kept")}
+        return {"unit": "weights", **weights, **self.summary.get("budget", {})}
 
     @property
     def data(self) -> str:
@@ -95,6 +106,7 @@ class Finished:
     def state(self) -> dict[str, Tensor]:
         """The network's tensors, dense, with what the masks exclude at zero."""
         tensors, _ = checkpoint.load_tensors(self.folder / "model.safetensors")
+        tensors = artefact.widened(self.folder, tensors)
         found = masks.load(self.folder / "masks.safetensors") if self.pruning else {}
         for name, mask in found.items():
             if name not in tensors or tensors[name].shape != mask.shape:

@@ -34,11 +34,13 @@ from pydantic import (
 
 from harp.allocate import STRATEGIES
 from harp.attacks import ATTACKS, named
+from harp.channels import TARIFFS
 from harp.errors import RecipeError
 from harp.models import MODELS
 from harp.objectives import OBJECTIVES
 from harp.pruners import PRUNERS
 from harp.schedules import SCHEDULES
+from harp.units import BUDGETS
 
 SHIPPED = Path(__file__).parent / "recipes"
 FORMAT = 1  # part of every hash: raise it when the same recipe would give another result
@@ -204,12 +206,31 @@ class Model(_ForEveryModel):
 
 
 class Units(_Part):
-    """Limits per layer, by name pattern."""
+    """What is pruned, what the budget counts, and limits per layer by name pattern."""
 
+    kind: Literal["weights", "channels"] = "weights"
+    budget: str | None = None  # default: the number of weights, or the FLOPs of channels
     ignore: list[str] = []
-    include: list[str] = []
+    include: list[str] = []  # weights only
     minimum: dict[str, Number] = {}
     maximum: dict[str, Number] = {}
+    multiple: Count = 1  # channels only, as are the ends
+    whole_ends: Flag = False
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> Self:
+        others = {"weights": ("multiple", "whole_ends"), "channels": ("include",)}[self.kind]
+        foreign = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
+        if foreign:
+            raise ValueError(f"{foreign[0]} has no meaning for {self.kind}")
+        budgets: Collection[str] = BUDGETS if self.kind == "weights" else TARIFFS
+        if self.budget is not None and self.budget not in budgets:
+            raise ValueError(unknown(f"budget of {self.kind}", self.budget, budgets))
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What is not left at its default, for the constructor of these units."""
+        return self.model_dump(exclude_defaults=True, exclude={"kind"})
 
 
 class Optimizer(_Part):
@@ -264,6 +285,8 @@ class Recipe(_Part):
         if len(set(names)) < len(names):
             raise ValueError(f"stages: names must differ, got {', '.join(names)}")
         pruners = ["dense", *(stage.pruner["name"] for stage in self.stages)]
+        if self.units.kind == "channels" and sum(name not in ("dense", "fixed") for name in pruners) > 1:
+            raise ValueError("stages: channels are cut out after the stage that prunes them, so there can be only one")
         for index, pair in enumerate(pairwise(pruners)):
             if pair == ("dense", "fixed"):
                 raise ValueError(f"stages[{index}]: 'fixed' keeps the masks of the stage before it, which has none")

@@ -3,6 +3,9 @@
     ROOT/stages/<hash>-<name>/   recipe.yaml metrics.jsonl state.pt model.safetensors masks.safetensors stage.json
     ROOT/<recipe>-<hash>/        recipe.yaml model.safetensors masks.safetensors results/*.json summary.json layers.png
 
+Where channels are pruned they are cut out right after the stage that chose them: all that follows trains, measures and
+saves the small network, and `slim.json` beside its weights says what was cut.
+
 Recipes that begin alike share their first stages, a finished stage is never trained again, and an interrupted one goes
 on from its last state, bit for bit.
 """
@@ -39,6 +42,7 @@ from harp import (
     training,
 )
 from harp.batches import Augment, Batches
+from harp.channels import Channels, Cut
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
 from harp.errors import Interrupted, RecipeError
@@ -48,7 +52,7 @@ from harp.metrics import MetricsFile
 from harp.recipe import Recipe, Stage
 from harp.schedules import SCHEDULES
 from harp.seeds import derive
-from harp.units import Weights
+from harp.units import Units, Weights
 
 
 @dataclass
@@ -58,7 +62,7 @@ class Outcome:
     folder: Path
     model: nn.Module
     masks: Masks | None
-    units: Weights
+    units: Units  # of the network before any cut
     results: list[dict[str, Any]]  # the finished network's
     dense: list[dict[str, Any]]  # the network's before pruning, measured the same way
 
@@ -88,7 +92,9 @@ class Run:
             self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
-        self.units = Weights(self.model, **recipe.units.model_dump())
+        self.units: Units = assess.units_of(recipe.units, self.model, self.data)
+        self.dense_cost = cost.cost(self.model, self.data.shape, {})
+        self.cut: Cut | None = None  # what was cut out of the model
         self.contents = contents(recipe, self.data)
         self.total: int | None = None  # the last budget that a stage names
         for stage in recipe.stages:
@@ -116,11 +122,18 @@ class Run:
                 if stage.pruner["name"] != "dense" and not dense:
                     dense = self.evaluate(self.stage_folder(number - 1))
                 answer = self.stage(number, stage, answer)
+                self.cut_out(answer)
             results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1))
         outcome = Outcome(self.folder(), self.model, answer, self.units, results, dense)
         if self.fabric.is_global_zero:
             self.write(outcome)
         return outcome
+
+    def cut_out(self, answer: Masks | None) -> None:
+        """Cut pruned channels out of the model, once: all that comes after works on the small network."""
+        if isinstance(self.units, Channels) and answer is not None and self.cut is None:
+            self.cut = self.units.cut(answer)
+            self.model = self.units.slim(self.model, answer)
 
     def stage(self, number: int, stage: Stage, before: Masks | None) -> Masks | None:
         """Do one stage, or take its result if it was done; the model then holds it."""
@@ -196,7 +209,8 @@ class Run:
             )
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
-            artefact.save(folder, self.model, answer, pruner.total)
+            masked = before if self.cut is not None else answer
+            artefact.save(folder, self.model, masked, None if self.cut else pruner.total, self.units, self.cut)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {
@@ -217,6 +231,8 @@ class Run:
     def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
         """The stage's pruner on this run's model."""
         options = {key: value for key, value in stage.pruner.items() if key != "name"}
+        if stage.pruner["name"] == "fixed" and self.cut is not None:
+            return pruners.Dense(Weights(self.model))  # what was pruned is not there any more
         if stage.pruner["name"] == "fixed":
             if before is None:
                 raise RecipeError(
@@ -302,7 +318,7 @@ class Run:
         folder = outcome.folder
         _make_folder(folder / "results")
         (folder / "summary.json").unlink(missing_ok=True)  # it is there only if all beside it belongs to it
-        artefact.save(folder, self.model, outcome.masks, self.total)
+        artefact.save(folder, self.model, outcome.masks, self.total, self.units, self.cut)
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         identity = self.recipe.identity(len(self.recipe.stages), *self.contents)
         for result in outcome.results:
@@ -314,7 +330,8 @@ class Run:
             "source": self.data.source,
             "stages": stages,
             "network": checkpoint.fingerprint(self.model),
-            "cost": cost.cost(self.model, self.data.shape, outcome.masks),
+            "cost": self._cost(outcome.masks),
+            "budget": artefact.budget(self.units, outcome.masks, self.total),
         }
         summary |= {
             "results": outcome.results,
@@ -322,6 +339,13 @@ class Run:
             "layers": artefact.layers(self.units, outcome.masks),
         }
         files.write_json(folder / "summary.json", summary)
+
+
+    def _cost(self, answer: Masks | None) -> dict[str, Any]:
+        """What the network costs, beside what it cost before pruning."""
+        if self.cut is None:
+            return cost.cost(self.model, self.data.shape, answer)
+        return cost.reduced(self.dense_cost, cost.cost(self.model, self.data.shape, {}))
 
 
 def contents(recipe: Recipe, source: data.DataSet) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp import allocate, checkpoint, data, doctor, models
+from harp import allocate, apportion, checkpoint, data, doctor, models
 from harp.errors import RecipeError
 from harp.units import Weights
 
@@ -69,7 +69,7 @@ def spread(net: nn.Module, strategy: str, keep: float, *, as_published: bool = F
     counts = allocate.allocate(strategy, units, total)
     if as_published and strategy in allocate.WISHES:
         wish = allocate.WISHES[strategy](units, total)
-        counts = [round(count) for count in allocate.scale_to(wish, units, total).tolist()]
+        counts = [round(count) for count in apportion.scale_to(wish, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
 

@@ -1,33 +1,53 @@
-"""Units: what is pruned, within which limits, and what it costs."""
+"""Units: what is pruned, within which limits, and what it costs.
+
+A layer of units is what a pruner gives one rate to: a weight tensor whose entries go one by one (`Weights`), or the
+channels that several tensors share (`harp.channels`). A method chooses units and never learns what they are; here they
+become masks of parameters, and their cost is counted.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from harp.errors import BudgetError, ModelError
+from harp import masks as mask_ops
+from harp.cost import positions
+from harp.errors import BudgetError, ModelError, RecipeError
+from harp.masks import Masks
+from harp.prunable import check_patterns, classify, limits, matches
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+BUDGETS = {"weights": "weights", "macs": "MACs"}
+"""What a budget of single weights may count, and how that is written."""
+
+_Floats = npt.NDArray[np.float64]
 
 
 class Units(Protocol):
     """What a pruner and an allocation need to know of the things that may be pruned."""
 
     model: nn.Module
-    names: list[str]
-    sizes: list[int]
+    kind: str  # what the units are, in words: "weights", "channels"
+    noun: str  # the budget's unit in words: "weights", "FLOPs", "bytes", ...
+    names: list[str]  # of the layers
+    sizes: list[int]  # units in each layer
     floors: list[float]  # the least share that each layer must keep, and the largest that it may
     ceilings: list[float]
     lower: list[int]  # the same as counts, at least 1
     upper: list[int]
+    steps: list[int]  # a layer's count is a multiple of this, or the whole layer
+    fans: list[int]  # what feeds one unit's output: the fan-in that initial scores are scaled by
+    size: int  # what the whole network costs, in the budget's unit
+    masked: list[str]  # the parameters that masks act on
+    initial_rate: float  # where HARP's rates start, and how fast its γ grows: the paper's values for such units
+    gamma_step: float
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The parameters that hold the units, in the order of `names`."""
+        """The parameters that masks act on, in the order of `masked`."""
         ...
 
     def total(self, keep: float) -> int:
@@ -37,6 +57,43 @@ class Units(Protocol):
     def cost(self, rates: Tensor) -> Tensor:
         """What is spent at these rates, in the budget's unit; differentiable."""
         ...
+
+    def slope(self, rates: _Floats) -> tuple[float, _Floats]:
+        """The same cost and its gradient, as plain numbers: for simulations of many steps."""
+        ...
+
+    def counts(self, rates: Sequence[float]) -> list[int]:
+        """How many units each layer keeps while its rate is learned: rounded as in HARP's paper, within the limits."""
+        ...
+
+    def spend(self, counts: Sequence[int]) -> int:
+        """The exact cost of keeping so many units of each layer; it never falls when a count grows."""
+        ...
+
+    def spent(self, masks: Mapping[str, Tensor]) -> int:
+        """The exact cost of parameters under these masks."""
+        ...
+
+    def uniform_rate(self, total: int) -> float:
+        """The rate of all layers at which so much is spent."""
+        ...
+
+    def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
+        """For each layer, the l1 or l2 norm (`order`) of the parameters' values that each unit masks."""
+        ...
+
+    def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Turn gradients on the parameters' masks into those on the units': sums over what each masks."""
+        ...
+
+    def expand(self, masks: Sequence[Tensor]) -> Masks:
+        """Turn one mask a layer of units into masks of the parameters, in the order of `masked`."""
+        ...
+
+
+def exact(units: Units) -> bool:
+    """Whether the budget counts the units themselves, one by one: then it can be met to the unit."""
+    return units.noun == units.kind and set(units.steps) == {1}
 
 
 class Weights:
@@ -50,7 +107,14 @@ class Weights:
         ignore: layers to leave dense and out of the budget.
         include: bare parameters to prune all the same.
         minimum, maximum: per pattern, the share of a layer that must / may be kept.
+        budget: what `keep` is a share of: "weights", or "macs", the multiplications that the kept weights take for one
+            image. Early layers of a convolutional network hold few weights and do much of the work.
+        example: a batch of images, whose shape a budget of MACs needs.
     """
+
+    kind = "weights"
+    initial_rate = 0.1
+    gamma_step = 0.01
 
     def __init__(
         self,
@@ -60,31 +124,48 @@ class Weights:
         include: Sequence[str] = (),
         minimum: Mapping[str, float] | None = None,
         maximum: Mapping[str, float] | None = None,
+        budget: str = "weights",
+        example: Tensor | None = None,
     ) -> None:
         self.model = model
         self.left_out: dict[str, str] = {}
-        self.names = [name for name, reason in _classify(model, include) if self._prunable(name, reason, ignore)]
+        self.names = [name for name, reason in classify(model, include) if self._prunable(name, reason, ignore)]
         if not self.names:
             raise ModelError(f"{type(model).__name__} has no prunable weights: none is matrix-shaped and not ignored")
-        _check_patterns([*ignore, *include, *(minimum or {}), *(maximum or {})], model)
+        check_patterns([*ignore, *include, *(minimum or {}), *(maximum or {})], model)
+        self.masked = self.names
         self.sizes = [weight.numel() for weight in self.weights]
         for name, weight in zip(self.names, self.weights, strict=True):
             if not torch.isfinite(weight).all():
                 raise ModelError(f"weight {name!r} holds NaN or infinity: the model is damaged or has diverged")
-        self.floors = [_limit(name, minimum, 0.0) for name in self.names]
-        self.ceilings = [_limit(name, maximum, 1.0) for name in self.names]
-        self.lower = [max(1, math.ceil(share * n - 1e-9)) for share, n in zip(self.floors, self.sizes, strict=True)]
-        self.upper = [max(1, math.floor(share * n + 1e-9)) for share, n in zip(self.ceilings, self.sizes, strict=True)]
-        for name, low, high in zip(self.names, self.lower, self.upper, strict=True):
-            if low > high:
-                raise BudgetError(f"layer {name!r} must keep at least {low} and at most {high} weights")
+        self.floors, self.ceilings, self.lower, self.upper = limits(self.names, self.sizes, minimum, maximum, self.kind)
+        self.steps = [1] * len(self.names)
+        self.fans = [weight[0].numel() for weight in self.weights]
+        if budget not in BUDGETS:
+            raise RecipeError(f"budget {budget!r} of single weights: one of {', '.join(BUDGETS)}")
+        self.noun = BUDGETS[budget]
+        self.prices = [1] * len(self.names) if budget == "weights" else self._macs(example)
+        self.size = self.spend(self.sizes)
+        self._dense_costs = np.array([price * n for price, n in zip(self.prices, self.sizes, strict=True)], dtype=float)
 
     def _prunable(self, name: str, reason: str | None, ignore: Sequence[str]) -> bool:
-        if reason is None and any(_matches(name, pattern) for pattern in ignore):
+        if reason is None and any(matches(name, pattern) for pattern in ignore):
             reason = "ignored on request"
         if reason is not None:
             self.left_out[name] = reason
         return reason is None
+
+    def _macs(self, example: Tensor | None) -> list[int]:
+        """How often one image is multiplied by a weight of each layer."""
+        if example is None:
+            raise RecipeError("a budget of MACs depends on the images' size: give an `example`, a batch of them")
+        known = positions(self.model, tuple(example.shape[1:]))
+        unknown = [name for name in self.names if not known.get(name)]
+        if unknown:
+            raise ModelError(
+                f"a budget of MACs can't price weight {unknown[0]!r}: no layer that is known here uses it; ignore it"
+            )
+        return [known[name] for name in self.names]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -92,64 +173,57 @@ class Weights:
         return [self.model.get_parameter(name) for name in self.names]
 
     def total(self, keep: float) -> int:
-        """The integer budget: `keep` times the number of weights, rounded, checked against the limits."""
-        if not 0 < keep <= 1:
-            raise BudgetError(f"keep {keep:.6g}: give a share above 0 and at most 1 (= 100%)")
-        size = sum(self.sizes)
-        total = math.floor(keep * size + 0.5)
-        least, most = sum(self.lower), sum(self.upper)
-        if not least <= total <= most:
-            bound = f"at least {least:,}" if total < least else f"at most {most:,}"
-            raise BudgetError(
-                f"keep {keep:.6g} leaves {total:,} of {size:,} weights, but the {len(self.names)} layers and their "
-                f"limits need {bound} (keep {max(least, min(total, most)) / size:.3g})"
-            )
-        return total
+        """The integer budget: `keep` times what the whole network costs, rounded, checked against the limits."""
+        return checked_total(self, keep)
 
     def cost(self, rates: Tensor) -> Tensor:
-        """The number of weights kept at these rates."""
-        return (rates * torch.tensor(self.sizes, dtype=rates.dtype, device=rates.device)).sum()
+        """The cost of the weights kept at these rates."""
+        return (rates * torch.as_tensor(self._dense_costs, dtype=rates.dtype, device=rates.device)).sum()
+
+    def slope(self, rates: _Floats) -> tuple[float, _Floats]:
+        """The cost of the weights kept at these rates, and its gradient: it is linear."""
+        return float((rates * self._dense_costs).sum()), self._dense_costs
+
+    def counts(self, rates: Sequence[float]) -> list[int]:
+        """n - floor((1 - a) n) of each layer, within its limits."""
+        counts = [n - int((1 - a) * n) for a, n in zip(rates, self.sizes, strict=True)]
+        return [max(low, min(count, high)) for count, low, high in zip(counts, self.lower, self.upper, strict=True)]
+
+    def spend(self, counts: Sequence[int]) -> int:
+        """The cost of so many weights of each layer."""
+        return sum(price * count for price, count in zip(self.prices, counts, strict=True))
+
+    def spent(self, masks: Mapping[str, Tensor]) -> int:
+        """The cost of the weights that live."""
+        return self.spend([mask_ops.kept({name: masks[name]}) for name in self.names])
+
+    def uniform_rate(self, total: int) -> float:
+        """The budget's share of the whole."""
+        return total / self.size
+
+    def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
+        """Magnitudes: any norm of a single value."""
+        return [value.detach().abs() for value in values]
+
+    def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients as they are: every weight has a mask of its own."""
+        return list(gradients)
+
+    def expand(self, masks: Sequence[Tensor]) -> Masks:
+        """The masks by their names."""
+        return dict(zip(self.names, masks, strict=True))
 
 
-def _classify(model: nn.Module, include: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Name every parameter once, with the reason why it can't be pruned or None."""
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, _EMBEDDINGS)}
-    owners = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        owner = owners[name.rpartition(".")[0]]
-        if any(_matches(name, pattern) for pattern in include):
-            yield name, None
-        elif "parametrizations." in name or name.endswith(("weight_g", "weight_v", "weight_orig")):
-            yield name, "re-parametrised: remove the parametrisation first"
-        elif isinstance(parameter, nn.parameter.UninitializedParameter):
-            yield name, "not initialised yet: run one batch through the model first"
-        elif parameter.ndim < 2:
-            yield name, "a vector (bias or scale)"
-        elif isinstance(owner, _NORMS):
-            yield name, "belongs to a norm"
-        elif id(parameter) in embedded:
-            yield name, "an embedding"
-        elif not name.endswith("weight"):
-            yield name, "a bare parameter: name it in `include` to prune it"
-        elif not parameter.is_floating_point():
-            yield name, f"of type {parameter.dtype}"
-        else:
-            yield name, None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
-
-
-def _check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
-    for pattern in patterns:
-        if not any(_matches(name, pattern) for name, _ in model.named_parameters()):
-            raise ModelError(f"pattern {pattern!r} matches no parameter: see `harp doctor` for the names")
-
-
-def _limit(name: str, limits: Mapping[str, float] | None, default: float) -> float:
-    shares = [share for pattern, share in (limits or {}).items() if _matches(name, pattern)]
-    for share in shares:
-        if not 0 <= share <= 1:
-            raise BudgetError(f"limit {share:.6g} for layer {name!r}: give a share from 0 to 1")
-    return shares[-1] if shares else default  # the last pattern wins, as in most ignore files
+def checked_total(units: Units, keep: float) -> int:
+    """`keep` times what the whole network costs, rounded; refused where the layers' limits can't be kept within it."""
+    if not 0 < keep <= 1:
+        raise BudgetError(f"keep {keep:.6g}: give a share above 0 and at most 1 (= 100%)")
+    total = math.floor(keep * units.size + 0.5)
+    least, most = units.spend(units.lower), units.spend(units.upper)
+    if not least <= total <= most:
+        bound = f"at least {least:,}" if total < least else f"at most {most:,}"
+        raise BudgetError(
+            f"keep {keep:.6g} leaves {total:,} of {units.size:,} {units.noun}, but the {len(units.names)} layers and "
+            f"their limits need {bound} (keep {max(least, min(total, most)) / units.size:.3g})"
+        )
+    return total

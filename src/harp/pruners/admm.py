@@ -6,7 +6,8 @@ copy Z and a scaled dual variable U, at first Z = Proj(W) and U = 0:
 
     every step          SGD on  L(W) + Σ_l ρ/2 ‖W_l - Z_l + U_l‖²
     every T epochs      ρ ← 1.3 ρ,   Z ← Proj(W + U),   U ← U + W - Z
-    projection          Proj keeps the k_l entries of largest magnitude and zeroes the others
+    projection          Proj keeps the k_l entries of largest magnitude and zeroes the others; with channels as units,
+                        the k_l of largest l2 norm
     at the end          the masks are Proj(W)'s; fine-tuning keeps them
 
 Within a period the authors let the learning rate fall to a tenth twice and start afresh with the next: that is the
@@ -24,15 +25,15 @@ Departures from the authors' code:
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.masks import Masks, top_k
-from harp.pruners.base import Plan, Pruner
+from harp.masks import Masks
+from harp.pruners.base import Plan, Pruner, largest
 from harp.units import Units
 
 AUTHORS_PERIOD = 20
@@ -42,7 +43,7 @@ class Admm(Pruner):
     """R-ADMM: pull the weights towards sparse ones while all of them train, and cut at the end.
 
     Arguments:
-        strategy: how many weights each layer keeps.
+        strategy: how many units each layer keeps.
         rho: how hard the pull is at first.
         rho_growth: the factor of `rho` at every update; 1: it stays.
         period: epochs between updates of the sparse copy; None: a tenth of the training (the authors' 20 if unknown).
@@ -69,8 +70,9 @@ class Admm(Pruner):
         self.counts = allocate(strategy, units, self.total)
         self.rho, self.rho_growth, self.period = rho, rho_growth, period
         self.epoch = 0
-        for i, (weight, count) in enumerate(zip(units.weights, self.counts, strict=True)):
-            self.register_buffer(f"z{i}", project(weight.detach(), count))
+        weights = [weight.detach() for weight in units.weights]
+        for i, (weight, sparse) in enumerate(zip(weights, project(units, weights, self.counts), strict=True)):
+            self.register_buffer(f"z{i}", sparse)
             self.register_buffer(f"u{i}", torch.zeros_like(weight))
 
     def start(self, plan: Plan | None = None) -> None:
@@ -93,15 +95,15 @@ class Admm(Pruner):
         if self.epoch % (self.period or AUTHORS_PERIOD):
             return
         self.rho *= self.rho_growth
-        for i, (weight, count) in enumerate(zip(self.units.weights, self.counts, strict=True)):
-            sparse, dual = self.get_buffer(f"z{i}"), self.get_buffer(f"u{i}")
-            sparse.copy_(project(weight + dual, count))
-            dual.add_(weight - sparse)
+        shifted = [weight + self.get_buffer(f"u{i}") for i, weight in enumerate(self.units.weights)]
+        sparse = project(self.units, shifted, self.counts)
+        for i, weight in enumerate(self.units.weights):
+            self.get_buffer(f"z{i}").copy_(sparse[i])
+            self.get_buffer(f"u{i}").add_(weight - sparse[i])
 
     def masks(self) -> Masks:
-        """The largest weights of each layer."""
-        layers = zip(self.units.names, self.units.weights, self.counts, strict=True)
-        return {name: top_k(weight.detach().abs(), count) for name, weight, count in layers}
+        """The largest units of each layer."""
+        return largest(self.units, self.units.strength(self.units.weights, 2), self.counts)
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
@@ -112,6 +114,7 @@ class Admm(Pruner):
         return {"residual": distance / norm if norm else 0.0, "rho": self.rho}
 
 
-def project(values: Tensor, count: int) -> Tensor:
-    """The nearest tensor with at most `count` entries that are not zero."""
-    return torch.where(top_k(values.abs(), count), values, 0.0)
+def project(units: Units, values: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """The nearest tensors in which no more than so many units of each layer are not zero."""
+    masks = largest(units, units.strength(values, 2), counts)
+    return [torch.where(mask, value, 0.0) for mask, value in zip(masks.values(), values, strict=True)]

@@ -68,6 +68,7 @@ class AnpVs(Pruner):
         standardised: train as the authors' code does, on standardised images with the crippled attack.
     """
 
+    granular = True
     remembered = (*Pruner.remembered, "folded", "step", "images")
 
     def __init__(

@@ -6,7 +6,7 @@ three pruners, and attacks, validation, checkpoints, data parallelism and export
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harp import masks as mask_ops
-from harp.errors import ModelError
-from harp.masks import Masks
+from harp.errors import ModelError, RecipeError
+from harp.masks import Masks, top_k
 from harp.seeds import derive
-from harp.units import Units
+from harp.units import Units, exact
 
 ParameterGroup = dict[str, Any]
 Objective = Callable[..., Tensor]  # (model, x, y, forward=None) -> loss; see `harp.objectives`
@@ -42,8 +42,8 @@ class Plan:
 class Pruner(nn.Module):
     """Leave the weights alone: dense training. Also the base of every method.
 
-    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget. One that
-    draws at random takes a `seed` too, which a recipe supplies.
+    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget in the
+    units' own measure. One that draws at random takes a `seed` too, which a recipe supplies.
     """
 
     # How a method's stages are laid out when methods are compared under one recipe.
@@ -52,11 +52,18 @@ class Pruner(nn.Module):
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
     same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
+    granular: ClassVar[bool] = False  # it moves single weights and counts them: it has no form for units of other kinds
+
     # Plain attributes that `state_dict` must hold beside tensors.
     remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")
 
     def __init__(self, units: Units, total: int, seed: int = 0) -> None:
         super().__init__()
+        if self.granular and not (units.kind == "weights" and exact(units)):
+            raise RecipeError(
+                f"{type(self).__name__} prunes single weights under a budget of weights: it has no form for "
+                f"{units.kind} under a budget of {units.noun}"
+            )
         self.units = units
         self.total = total
         self.seed, self.draws, self.was_reset = seed, 0, False
@@ -96,9 +103,9 @@ class Pruner(nn.Module):
         return True
 
     def masks(self) -> Masks:
-        """The answer: exactly within budget."""
+        """The answer: masks of the parameters, in the order of `units.masked`, exactly within budget."""
         return {
-            n: torch.ones_like(w, dtype=torch.bool) for n, w in zip(self.units.names, self.units.weights, strict=True)
+            n: torch.ones_like(w, dtype=torch.bool) for n, w in zip(self.units.masked, self.units.weights, strict=True)
         }
 
     @contextmanager
@@ -210,20 +217,20 @@ class Dense(Pruner):
     """Train all weights, prune none."""
 
     def __init__(self, units: Units) -> None:
-        super().__init__(units, sum(units.sizes))
+        super().__init__(units, units.size)
 
 
 class Fixed(Pruner):
     """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser."""
 
     def __init__(self, units: Units, masks: Mapping[str, Tensor], seed: int = 0) -> None:
-        super().__init__(units, _count(units, masks), seed)
-        for i, name in enumerate(units.names):
+        super().__init__(units, _spent(units, masks), seed)
+        for i, name in enumerate(units.masked):
             self.register_buffer(f"mask{i}", masks[name].to(units.weights[i].device, torch.bool))
 
     def current(self) -> Masks:
         """The masks in force."""
-        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.masked)}
 
     def masks(self) -> Masks:
         """The same."""
@@ -252,7 +259,7 @@ class Dynamic(Fixed):
     @torch.no_grad()
     def move(self, masks: Mapping[str, Tensor]) -> None:
         """Put other masks in force: what comes starts from zero, and the optimiser forgets what comes and goes."""
-        for i, (name, weight) in enumerate(zip(self.units.names, self.units.weights, strict=True)):
+        for i, (name, weight) in enumerate(zip(self.units.masked, self.units.weights, strict=True)):
             mask = self.get_buffer(f"mask{i}")
             self.forget(weight, mask != masks[name])
             mask.copy_(masks[name])
@@ -279,7 +286,7 @@ class Latent(Pruner, ABC):
 
     @abstractmethod
     def pull(self, gradients: list[Tensor | None]) -> None:
-        """Set the latents' gradients from the gradients on the masks, which may be overwritten."""
+        """Set the latents' gradients from the gradients on the units' masks, which may be overwritten."""
 
     @abstractmethod
     def latents(self) -> list[ParameterGroup]:
@@ -297,14 +304,14 @@ class Latent(Pruner, ABC):
         self.write(self.current())
 
     def after_backward(self) -> None:
-        """Pull the weights' gradients back: the gradient on a mask is that on its weight times the dense weight."""
+        """Pull the weights' gradients back: the gradient on a mask is that on what it masks times the dense weights."""
         weights = self.units.weights
         gradients = [
             None if w.grad is None else w.grad.mul_(d.detach()) for w, d in zip(weights, self.dense, strict=True)
         ]
         for weight in weights:
             weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
-        self.pull(gradients)
+        self.pull(self.units.gather(gradients))
 
     def after_step(self) -> None:
         """Write the weights that the new latents give."""
@@ -321,13 +328,18 @@ class Latent(Pruner, ABC):
             weight.copy_(torch.where(mask, dense, 0.0))
 
 
+def largest(units: Units, strengths: Sequence[Tensor], counts: Iterable[int]) -> Masks:
+    """Masks that keep so many units of each layer, those of largest strength."""
+    return units.expand([top_k(strength, count) for strength, count in zip(strengths, counts, strict=True)])
+
+
 def random_masks(units: Units, counts: Iterable[int], seed: int) -> Masks:
-    """Masks that keep so many weights of each layer, drawn at random."""
+    """Masks that keep so many units of each layer, drawn at random."""
     generator = torch.Generator().manual_seed(derive(seed, "masks"))
-    layers = zip(units.names, units.weights, counts, strict=True)
-    return {
-        name: mask_ops.at_random(torch.ones_like(w, dtype=torch.bool), count, generator) for name, w, count in layers
-    }
+    layers = zip(units.strength(units.weights, 1), counts, strict=True)
+    return units.expand(
+        [mask_ops.at_random(torch.ones_like(like, dtype=torch.bool), count, generator) for like, count in layers]
+    )
 
 
 def _nothing() -> None:
@@ -339,12 +351,12 @@ def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -
     raise NotImplementedError
 
 
-def _count(units: Units, masks: Mapping[str, Tensor]) -> int:
-    """How many weights given masks keep, after checking that they fit the units."""
-    for name, weight in zip(units.names, units.weights, strict=True):
+def _spent(units: Units, masks: Mapping[str, Tensor]) -> int:
+    """What given masks spend, after checking that they fit the units."""
+    for name, weight in zip(units.masked, units.weights, strict=True):
         if name not in masks or masks[name].shape != weight.shape:
             raise ModelError(f"no mask of shape {tuple(weight.shape)} for {name!r}: masks of another model?")
-    unknown = set(masks) - set(units.names)
+    unknown = set(masks) - set(units.masked)
     if unknown:
         raise ModelError(f"mask {min(unknown)!r} belongs to no prunable layer: masks of another model?")
-    return mask_ops.kept(masks)
+    return units.spent(masks)

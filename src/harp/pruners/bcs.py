@@ -36,7 +36,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harp.allocate import allocate, best
+from harp.allocate import allocate
+from harp.apportion import best
 from harp.errors import BudgetError, RecipeError
 from harp.masks import Masks, top_k
 from harp.pruners.base import ParameterGroup, Plan, Pruner, random_masks
@@ -63,6 +64,7 @@ class BcsP(Pruner):
     """
 
     from_scratch = True
+    granular = True
     theta: nn.ParameterList
 
     def __init__(
@@ -88,7 +90,7 @@ class BcsP(Pruner):
             counts = [int(rate * n) for rate, n in zip(start_rates(units, keep), units.sizes, strict=True)]
             limits = zip(counts, units.lower, units.upper, strict=True)
             counts = [min(max(count, low), high) for count, low, high in limits]
-            self._shares = np.array(units.sizes) / sum(units.sizes)
+            self._shares = np.array(units.sizes) / units.size
         else:
             counts = allocate(strategy, units, self.total)
             self._shares = np.array(counts) / self.total
@@ -170,7 +172,7 @@ class BcsP(Pruner):
 
     def metrics(self) -> dict[str, float]:
         """The density."""
-        return {"rate": sum(self.active()) / sum(self.units.sizes)}
+        return {"rate": sum(self.active()) / self.units.size}
 
     @torch.no_grad()
     def _rewire(self) -> None:
@@ -216,7 +218,7 @@ def start_rates(units: Units, keep: float) -> list[float]:
         stages[name] = stage
     found = [stages[name.rpartition(".")[0]] for name in units.names]
     boosts = dict(zip(sorted(set(found)), (0.6, 0.2), strict=False))
-    few = 0.1 * sum(units.sizes)
+    few = 0.1 * units.size
     crowds = {s: sum(n for n, other in zip(units.sizes, found, strict=True) if other == s) for s in boosts}
     rates = [boosts[s] if s in boosts and crowds[s] <= few else 0.5 * keep for s in found]
     return [*rates[:-1], 0.6 if units.sizes[-1] <= few else rates[-1]]
@@ -233,7 +235,7 @@ def _shared_prefix(names: list[str]) -> str:
 
 def _total(units: Units, keep: float) -> int:
     """⌊keep · N⌋, the paper's rounding, checked against the limits."""
-    total = min(units.total(keep), int(keep * sum(units.sizes) + 1e-9))
+    total = min(units.total(keep), int(keep * units.size + 1e-9))
     if total < sum(units.lower):
         raise BudgetError(f"keep {keep:.6g} leaves {total:,} weights, but the layers need {sum(units.lower):,}")
     return total

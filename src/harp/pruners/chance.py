@@ -8,12 +8,13 @@ from harp.units import Units
 
 
 class Random(Fixed):
-    """Keep weights drawn at random, at a strategy's rates; trained further, the masks stay."""
+    """Keep units drawn at random, at a strategy's rates; trained further, the masks stay."""
 
     passes = 0
 
     def __init__(
         self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform", seed: int = 0
     ) -> None:
-        counts = allocate(strategy, units, units.total(keep))
-        super().__init__(units, random_masks(units, counts, seed), seed)
+        total = units.total(keep)
+        super().__init__(units, random_masks(units, allocate(strategy, units, total), seed), seed)
+        self.total = total  # which the masks may not spend to the last

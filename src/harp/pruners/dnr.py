@@ -57,6 +57,7 @@ class Dnr(Dynamic):
         pull: how hard the weights that are about to be dropped are pulled to zero at first; 0: not at all.
     """
 
+    granular = True
     remembered = (*Dynamic.remembered, "epoch")
 
     def __init__(

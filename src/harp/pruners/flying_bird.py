@@ -54,6 +54,7 @@ class FlyingBird(Dynamic):
         interval: optimiser steps between moves, a third more in the second half; None: 900 of 70 400, scaled.
     """
 
+    granular = True
     remembered = (*Dynamic.remembered, "step", "moved")
 
     def __init__(
@@ -214,7 +215,7 @@ class FlyingBirdPlus(FlyingBird):
 
     def metrics(self) -> dict[str, float]:
         """The share that a move would drop, and the live density."""
-        return {**super().metrics(), "rate": kept(self.current()) / sum(self.units.sizes)}
+        return {**super().metrics(), "rate": kept(self.current()) / self.units.size}
 
     @property
     def _closing(self) -> bool:

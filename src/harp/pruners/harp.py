@@ -1,4 +1,4 @@
-"""HARP: learn how many and which weights each layer keeps.
+"""HARP: learn how many and which units each layer keeps.
 
 Zhao, Wressnegger: "Holistic Adversarially Robust Pruning", ICLR 2023. Scores s as in HYDRA, one quota r a layer:
 
@@ -8,6 +8,10 @@ Zhao, Wressnegger: "Holistic Adversarially Robust Pruning", ICLR 2023. Scores s 
     objective       L = L_robust + γ L_HW,   γ = e · step in epoch e = 1, 2, ... until L_HW is met, then frozen
     gradients       ∂L/∂s as in HYDRA,   ∂L/∂r = (Σ ∂L/∂ŵ · w) g'(r) + γ n g'(r) / (a_t N) while over budget
     first quotas    r₀ = log((a_init - a_min) / (a_max - a_init)),   a_init = 0.1 everywhere, or a strategy's rates
+
+With channels as units, kept = round(a C), and what is spent is no longer Σ a n: L_HW = max(cost(a) / budget - 1, 0)
+with the cost of the units at hand, a_t is the one rate of all layers that meets the budget, a_init = 1 and the step of
+γ is twice as large.
 
 The paper's ⟨·⟩ in ∂L/∂r is a sum over all entries of the layer, kept or not, as in the authors' code.
 
@@ -28,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.allocate import allocate, nearest
+from harp.allocate import allocate
+from harp.apportion import nearest
 from harp.errors import RecipeError
 from harp.masks import Masks
 from harp.pruners.base import ParameterGroup, Plan
@@ -37,16 +42,15 @@ from harp.units import Units
 
 logger = logging.getLogger("harp")
 
-PAPER_STEP = 0.01
-
 
 class Harp(Hydra):
     """Learn scores and rates together.
 
     Arguments:
-        initial_rate: the rate of the strategy that the quotas start from.
+        initial_rate: the rate of the strategy that the quotas start from, as a share of the whole network's cost;
+            None: the paper's for such units, 0.1 for weights and 1 for channels.
         initial_strategy: the strategy that the quotas start from.
-        gamma_step: how much γ grows an epoch; None: paced by the length of the training (the paper's 0.01 if unknown).
+        gamma_step: how much γ grows an epoch; None: paced by the length of the training (the paper's if unknown).
         quota_lr, quota_momentum, quota_weight_decay: the quotas' own; None: the optimiser's.
         sharpness: the radius of S2AP; 0 is HARP as published.
     """
@@ -57,7 +61,7 @@ class Harp(Hydra):
         self,
         units: Units,
         keep: float,
-        initial_rate: float = 0.1,
+        initial_rate: float | None = None,
         initial_strategy: str | Mapping[str, float] = "uniform",
         gamma_step: float | None = None,
         quota_lr: float | None = None,
@@ -65,6 +69,7 @@ class Harp(Hydra):
         quota_weight_decay: float | None = None,
         sharpness: float = 0.0,
     ) -> None:
+        initial_rate = units.initial_rate if initial_rate is None else initial_rate
         if not 0 < initial_rate <= 1:
             raise RecipeError(f"initial_rate {initial_rate:.6g}: give a share above 0 and at most 1")
         if gamma_step is not None and gamma_step <= 0:
@@ -73,14 +78,14 @@ class Harp(Hydra):
             )
         super().__init__(units, keep, sharpness=sharpness)
         self._options = {"lr": quota_lr, "momentum": quota_momentum, "weight_decay": quota_weight_decay}
-        share = self.total / sum(units.sizes)
         # Rates are a dozen scalars, read on the host at every step: they live there, in float64, since
         # n - floor((1 - a) n) is off by a few in float32 at millions of weights.
-        self._low = torch.tensor(units.floors, dtype=torch.float64).clamp_min(0.1 * share)
+        self._low = torch.tensor(units.floors, dtype=torch.float64).clamp_min(0.1 * units.uniform_rate(self.total))
         self._span = torch.tensor(units.ceilings, dtype=torch.float64) - self._low
-        self.quotas = nn.Parameter(self._inverse(self._initial_rates(max(initial_rate, share), initial_strategy)))
+        rate = max(initial_rate, self.total / units.size)
+        self.quotas = nn.Parameter(self._inverse(self._initial_rates(rate, initial_strategy)))
         self.unpaced = gamma_step is None
-        self.step = PAPER_STEP if gamma_step is None else gamma_step
+        self.step = units.gamma_step if gamma_step is None else gamma_step
         self.epoch = 1
         self.reached = False  # the target was met at the end of an epoch, and γ is frozen
         self.gamma = self.step
@@ -110,13 +115,11 @@ class Harp(Hydra):
 
     @torch.no_grad()
     def current(self) -> Masks:
-        """Top |s| at n - floor((1 - a) n), within the layers' limits."""
-        counts = [n - int((1 - a) * n) for a, n in zip(self.rates().tolist(), self.units.sizes, strict=True)]
-        limits = zip(counts, self.units.lower, self.units.upper, strict=True)
-        return self.top([max(low, min(count, high)) for count, low, high in limits])
+        """Top |s| at the rates' counts, n - floor((1 - a) n) for weights, within the layers' limits."""
+        return self.top(self.units.counts(self.rates().tolist()))
 
     def masks(self) -> Masks:
-        """Top |s| at the integer counts nearest to the learned rates that meet the budget."""
+        """Top |s| at the integer counts nearest to the learned rates within the budget."""
         wish = self.rates().detach().numpy() * np.array(self.units.sizes)
         return self.top(nearest(wish, self.units, self.total))
 
@@ -142,7 +145,7 @@ class Harp(Hydra):
 
     def metrics(self) -> dict[str, float]:
         """γ of the epoch, the budget loss and the soft density."""
-        soft = float(self.units.cost(self.rates().detach())) / sum(self.units.sizes)
+        soft = float(self.units.cost(self.rates().detach())) / self.units.size
         return {"gamma": self.gamma, "budget_loss": float(self.budget_loss().detach()), "rate": soft}
 
     def paced_step(self, plan: Plan) -> float:
@@ -164,22 +167,22 @@ class Harp(Hydra):
         defaults = {"lr": plan.lr, "momentum": plan.momentum, "weight_decay": plan.weight_decay}
         own = {**defaults, **{key: value for key, value in self._options.items() if value is not None}}
         low, span = self._low.numpy(), self._span.numpy()
-        push = np.array(self.units.sizes) / self.total
         quotas = self.quotas.detach().cpu().double().numpy()
         velocity = np.zeros_like(quotas)
         steps = plan.epochs * plan.steps
         for t in range(max(1, int(share * steps))):
             sigmoid = 1 / (1 + np.exp(-quotas.clip(-60, 60)))
-            if (push * (low + span * sigmoid)).sum() <= 1:
+            cost, gradient = self.units.slope(low + span * sigmoid)
+            if cost <= self.total:
                 return True
-            slope = step * (1 + t // plan.steps) * push * span * sigmoid * (1 - sigmoid)
+            slope = step * (1 + t // plan.steps) * (gradient / self.total) * span * sigmoid * (1 - sigmoid)
             velocity = own["momentum"] * velocity + slope + own["weight_decay"] * quotas
             quotas = quotas - own["lr"] * plan.shape(t / steps) * velocity
         return False
 
     def _initial_rates(self, rate: float, strategy: str | Mapping[str, float]) -> Tensor:
         sizes = torch.tensor(self.units.sizes, dtype=torch.float64)
-        feasible = min(rate, sum(self.units.upper) / float(sizes.sum()))
+        feasible = min(rate, self.units.spend(self.units.upper) / self.units.size)
         return torch.tensor(allocate(strategy, self.units, self.units.total(feasible)), dtype=torch.float64) / sizes
 
     def _inverse(self, rates: Tensor) -> Tensor:

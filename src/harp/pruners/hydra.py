@@ -1,4 +1,4 @@
-"""HYDRA: learn which weights to keep, at given rates.
+"""HYDRA: learn which units to keep, at given rates.
 
 Sehwag, Wang, Mittal, Jana: "HYDRA: Pruning Adversarially Robust Neural Networks", NeurIPS 2020.
 
@@ -6,6 +6,9 @@ Every weight w has a score s; a layer keeps the k weights of largest |s| (M = ma
 
     ∂L/∂s = ∂L/∂ŵ · w · sign(s)          for kept and pruned weights alike
     s₀ = sqrt(6 / fan-in) · w / max|w|    so that the first mask is the magnitude mask
+
+A unit that masks more than one weight, a channel, has one score: its gradient is the sum over what it masks, and the l1
+norm of that takes the place of |w| in s₀.
 
 Departures from the authors' code: a layer's count comes from an exact integer allocation instead of ceil(rate · n),
 so that the whole network meets its budget to the weight; masks are found once per optimiser step instead of in every
@@ -21,8 +24,8 @@ from torch import Tensor, nn
 
 from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.masks import Masks, top_k
-from harp.pruners.base import Latent, Objective, ParameterGroup
+from harp.masks import Masks
+from harp.pruners.base import Latent, Objective, ParameterGroup, largest
 from harp.pruners.s2ap import SharpnessAware
 from harp.units import Units
 
@@ -37,7 +40,7 @@ class Hydra(Latent):
     ) -> None:
         super().__init__(units, keep)
         self.counts = allocate(strategy, units, self.total)
-        self.scores = nn.ParameterList(nn.Parameter(initial_scores(weight)) for weight in units.weights)
+        self.scores = nn.ParameterList(nn.Parameter(score) for score in initial_scores(units))
         self.sharpness = sharpness
         self._unperturbed: list[Tensor] = []
         if not 0 <= sharpness < math.inf:
@@ -67,9 +70,11 @@ class Hydra(Latent):
         """Move each layer's scores by `sharpness` times their norm along their gradient, for one pass."""
         self._restore()
         self._unperturbed = [score.detach().clone() for score in self.scores]
-        for score, dense, gradient in zip(self.scores, self.dense, gradients, strict=True):
+        pairs = zip(gradients, self.dense, strict=True)
+        on_masks = self.units.gather([None if gradient is None else gradient * dense for gradient, dense in pairs])
+        for score, gradient in zip(self.scores, on_masks, strict=True):
             if gradient is not None:
-                slope = gradient * dense * score.sign()
+                slope = gradient * score.sign()
                 score.add_(slope, alpha=self.sharpness * float(score.norm() / slope.norm().clamp_min(1e-12)))
         self.write(self.current())
 
@@ -99,13 +104,18 @@ class Hydra(Latent):
 
     def top(self, counts: list[int]) -> Masks:
         """Mask each layer by its `count` largest |s|."""
-        scores = zip(self.units.names, self.scores, counts, strict=True)
-        return {name: top_k(score.detach().abs(), count) for name, score, count in scores}
+        return largest(self.units, [score.detach().abs() for score in self.scores], counts)
 
 
 @torch.no_grad()
-def initial_scores(weight: Tensor) -> Tensor:
-    """Scores in proportion to the weights, scaled by fan-in (HYDRA's equation for scaled initialisation)."""
-    eta = math.sqrt(6 / weight[0].numel())
-    largest = weight.detach().abs().max().clamp_min(torch.finfo(weight.dtype).tiny)
-    return weight.detach() * (eta / largest)
+def initial_scores(units: Units) -> list[Tensor]:
+    """Scores in proportion to the units' strengths, scaled by fan-in (HYDRA's equation for scaled initialisation).
+
+    Their signs are those of the weights (of the sum of a unit's weights); what is kept does not depend on them.
+    """
+    scores = []
+    signed = units.gather([weight.detach() for weight in units.weights])
+    for strength, sign, fan in zip(units.strength(units.weights, 1), signed, units.fans, strict=True):
+        most = strength.max().clamp_min(torch.finfo(strength.dtype).tiny)
+        scores.append((strength if sign is None else strength.copysign(sign)) * (math.sqrt(6 / fan) / most))
+    return scores

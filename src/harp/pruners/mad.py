@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from harp.allocate import allocate, best, flat
+from harp.allocate import allocate
+from harp.apportion import best, flat
 from harp.errors import ModelError, RecipeError
 from harp.frozen import frozen
 from harp.kfac import fisher_products
@@ -59,6 +60,7 @@ class Mad(Pruner):
     """
 
     passes = 1
+    granular = True
     finetuning: ClassVar[Mapping[str, Any]] = {"name": "mart", "beta": 0.5}
     remembered = (*Pruner.remembered, "seen")
 
@@ -137,7 +139,7 @@ class Mad(Pruner):
 
     def after_epoch(self) -> None:
         """Say how far the saliency decides."""
-        ties, size = int(self.metrics()["ties"]), sum(self.units.sizes)
+        ties, size = int(self.metrics()["ties"]), self.units.size
         logger.info("MAD: %d of %d weights have a saliency of 0; among them |W| decides", ties, size)
 
     def metrics(self) -> dict[str, float]:

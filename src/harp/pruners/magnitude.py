@@ -1,10 +1,13 @@
 """Pruning by magnitude, once: the baselines of every pruning paper.
 
-Keep the largest weights of each layer and fine-tune. How many a layer keeps is the methods' only difference: one rate
+Keep the largest units of each layer and fine-tune. How many a layer keeps is the methods' only difference: one rate
 for all (least weight magnitude, LWM), the largest weights of the whole network, or the rates of
 
     ERK    Evci et al., "Rigging the Lottery: Making All Tickets Winners", ICML 2020
     LAMP   Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning", ICLR 2021
+
+The magnitude of a unit that masks several weights, a channel, is their l1 norm (Li et al., "Pruning Filters for
+Efficient ConvNets", ICLR 2017); where the rates are read off the weights, both go by the l2 norm.
 
 Departures: LAMP's authors prune in rounds of 20 % with training in between, and ERK belongs to a sparse training; here
 both are one-shot rates on a trained network, as HARP's paper compares them.
@@ -12,9 +15,8 @@ both are one-shot rates on a trained network, as HARP's paper compares them.
 
 from collections.abc import Mapping
 
-from harp.allocate import allocate
-from harp.masks import top_k
-from harp.pruners.base import Fixed
+from harp.allocate import READS_WEIGHTS, allocate
+from harp.pruners.base import Fixed, largest
 from harp.units import Units
 
 
@@ -24,13 +26,15 @@ class Magnitude(Fixed):
     passes = 0
 
     def __init__(self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform") -> None:
-        counts = allocate(strategy, units, units.total(keep))
-        weights = zip(units.names, units.weights, counts, strict=True)
-        super().__init__(units, {name: top_k(weight.detach().abs(), count) for name, weight, count in weights})
+        total = units.total(keep)
+        counts = allocate(strategy, units, total)
+        order = 2 if strategy in READS_WEIGHTS else 1
+        super().__init__(units, largest(units, units.strength(units.weights, order), counts))
+        self.total = total  # which the masks may not spend to the last
 
 
 class GlobalMagnitude(Magnitude):
-    """Keep the largest weights of the whole network."""
+    """Keep the largest units of the whole network."""
 
     def __init__(self, units: Units, keep: float) -> None:
         super().__init__(units, keep, "global")
@@ -44,7 +48,7 @@ class Erk(Magnitude):
 
 
 class Lamp(Magnitude):
-    """LAMP: keep the weights that matter most relative to those of their layer that are at least as large."""
+    """LAMP: keep the units that matter most relative to those of their layer that are at least as large."""
 
     def __init__(self, units: Units, keep: float) -> None:
         super().__init__(units, keep, "lamp")

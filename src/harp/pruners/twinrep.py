@@ -13,7 +13,9 @@ Departures from the authors' code:
 - the product, not each factor, has the variance of Kaiming's initialisation. Theirs draws both factors by PyTorch's
   default, a variance of 1 / (9 fan-in²) for the product: with a norm behind every layer that is as good, but three
   linear layers without one (the classifier of the VGG16 here) stay at the saddle at zero;
-- only single weights are cut: their Channel-Rep is another method.
+- where whole channels are cut, the weights are the same products of single entries, and a channel goes by the l2 norm
+  of the products that it masks, at least one a layer. That is not their Channel-Rep, which multiplies each weight by a
+  matrix over its output channels and regularises that: another method.
 """
 
 import math
@@ -21,10 +23,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from harp.allocate import best, flat
+from harp.apportion import flat, highest
 from harp.errors import RecipeError
-from harp.masks import Masks, top_k
-from harp.pruners.base import ParameterGroup, Plan, Pruner
+from harp.masks import Masks
+from harp.pruners.base import ParameterGroup, Plan, Pruner, largest
 from harp.units import Units
 
 PAPER_STEPS = 100 * 391  # the training where none is known
@@ -59,16 +61,15 @@ class TwinRep(Pruner):
 
     def current(self) -> Masks:
         """The masks in force: all ones before the cut."""
-        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.masked)}
 
     def masks(self) -> Masks:
         """The masks of the cut; before it, what it would be now."""
         if self.is_cut:
             return self.current()
-        sizes = [product.abs() for product in self.products()]
-        counts = best([flat(size) for size in sizes], self.units.lower, self.units.upper, self.total)
-        layers = zip(self.units.names, sizes, counts, strict=True)
-        return {name: top_k(size, count) for name, size, count in layers}
+        strengths = self.units.strength(self.products(), 2)
+        counts = highest([flat(strength) for strength in strengths], self.units, self.total)
+        return largest(self.units, strengths, counts)
 
     @property
     def ready(self) -> bool:

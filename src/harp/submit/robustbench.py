@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp import checkpoint, files, finished, masks, models
+from harp import artefact, checkpoint, files, finished, masks, models
 from harp.errors import CheckpointError, DataError, RecipeError
 from harp.finished import IMAGES, Finished
 from harp.submit.definition import define, source_name
@@ -194,8 +194,8 @@ def _probe(found: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[
     part = found.recipe.model
     with torch.random.fork_rng(devices=[]):
         model = models.build(part.name, num_classes=classes, shape=shape, normalize=part.normalize, **part.options)
-    checkpoint.load_weights(model, found.folder / "model.safetensors")
-    if found.pruning is not None:
+    artefact.load(found.folder, model)
+    if found.pruning is not None and artefact.cut_of(found.folder) is None:
         masks.apply(model, masks.load(found.folder / "masks.safetensors"))
     images = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

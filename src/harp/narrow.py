@@ -32,7 +32,7 @@ def width(made: Recipe, source: data.DataSet, total: int) -> float:
 def weights(made: Recipe, source: data.DataSet, at: float) -> int:
     """How many prunable weights the recipe's model has at a width."""
     model = assess.build(Model.model_validate(part(made, at)), source, None)
-    return sum(Weights(model, **made.units.model_dump()).sizes)
+    return Weights(model, **made.units.options()).size
 
 
 def part(made: Recipe, at: float) -> dict[str, Any]:

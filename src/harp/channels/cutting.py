@@ -1,0 +1,176 @@
+"""Cutting channels out of a model: the same module, with smaller tensors.
+
+What is cut is described by the indices that each tensor keeps and by the numbers that the layers remember of their
+sizes. The description is plain data, so that a file of small weights can be given back its network anywhere.
+"""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from harp.channels.attention import Attention
+from harp.channels.spaces import Space
+from harp.channels.tracing import Trace
+from harp.errors import ModelError
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a smaller network keeps of a larger one.
+
+    `kept` names the tensors that shrink, with the indices kept along each axis, and `shapes` what they were before;
+    `sizes` are the numbers that modules remember, by the module's name and the attribute's; `swapped` are the attention
+    modules that give way to `Attention`.
+    """
+
+    kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
+    swapped: list[str] = field(default_factory=list)
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+
+    def slice(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a tensor that is kept."""
+        for axis, indices in self.kept.get(name, {}).items():
+            tensor = tensor.index_select(axis, torch.tensor(indices, dtype=torch.long, device=tensor.device))
+        return tensor
+
+    def spread(self, name: str, small: Tensor, into: Tensor) -> Tensor:
+        """A copy of a large tensor with the small one in the place where it was cut out."""
+        full, axes = into.clone(), self.kept.get(name, {})
+        if not axes:
+            return full.copy_(small)
+        every = [range(size) for size in full.shape]
+        places = [torch.tensor(list(axes.get(axis, all_of)), device=full.device) for axis, all_of in enumerate(every)]
+        full[torch.meshgrid(*places, indexing="ij")] = small.to(full)
+        return full
+
+    def widen(self, name: str, small: Tensor) -> Tensor:
+        """The small tensor in its place among zeros; among ones where it is a norm's variance."""
+        if name not in self.kept:
+            return small
+        fill = 1.0 if name.endswith("running_var") else 0.0
+        return self.spread(name, small, small.new_full(self.shapes[name], fill))
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module) -> None:
+        """Shrink a model in place; tensors that are shared stay shared."""
+        for name in self.swapped:
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, Attention.of(model.get_submodule(name)))
+        small = self._slices(model)
+        for name, tensor in _tensors(model):
+            if id(tensor) in small:
+                owner, _, attribute = name.rpartition(".")
+                setattr(model.get_submodule(owner), attribute, small[id(tensor)])
+        for owner, numbers in self.sizes.items():
+            for attribute, number in numbers.items():
+                setattr(model.get_submodule(owner), attribute, number)
+
+    def _slices(self, model: nn.Module) -> dict[int, Tensor]:
+        """The small tensors by the large ones' ids."""
+        found: dict[int, Tensor] = {}
+        for name, tensor in _tensors(model):
+            if name in self.kept and id(tensor) not in found:
+                small = self.slice(name, tensor.detach())
+                is_parameter = isinstance(tensor, nn.Parameter)
+                found[id(tensor)] = nn.Parameter(small, tensor.requires_grad) if is_parameter else small
+        return found
+
+    def applied(self, model: nn.Module, *, share: bool = False) -> nn.Module:
+        """A smaller copy of a model; with `share` it holds the same tensors where they keep their size."""
+        shared = {id(tensor): tensor for _, tensor in _tensors(model) if share}
+        small = copy.deepcopy(model, dict(shared))
+        self.apply(small)
+        return small
+
+    def follow(self, model: nn.Module, small: nn.Module, optimizer: Optimizer) -> dict[int, Any]:
+        """The optimiser's state of each parameter of the model, cut alike, by the small network's parameter's id."""
+        found = {}
+        theirs = dict(small.named_parameters())
+        for name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter)
+            if state:
+                found[id(theirs[name])] = {
+                    key: self.slice(name, value).clone()
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in state.items()
+                }
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The description as plain data."""
+        kept = {name: {str(axis): indices for axis, indices in axes.items()} for name, axes in self.kept.items()}
+        return {"kept": kept, "sizes": self.sizes, "swapped": self.swapped, "shapes": self.shapes}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Cut":
+        """Read a description."""
+        try:
+            kept = {n: {int(a): [int(i) for i in ix] for a, ix in axes.items()} for n, axes in content["kept"].items()}
+            sizes = {m: {str(a): int(v) for a, v in values.items()} for m, values in content["sizes"].items()}
+            swapped = [str(name) for name in content["swapped"]]
+            shapes = {str(name): [int(size) for size in shape] for name, shape in content["shapes"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ModelError(f"no description of a smaller network: {error}") from error
+        return cls(kept, sizes, swapped, shapes)
+
+
+def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collection[int]) -> Cut:
+    """What is left when these atoms go."""
+    gone = torch.tensor(sorted(dead), dtype=torch.long)
+    kept: dict[str, dict[int, list[int]]] = {}
+    for site in trace.sites:
+        stays = ~torch.isin(trace.atoms.find(site.atoms), gone)
+        if not bool(stays.all()):
+            kept.setdefault(site.name, {})[site.axis] = stays.nonzero().reshape(-1).tolist()
+    grouped = {use.name for use in trace.uses if use.reads is None}
+    sizes: dict[str, dict[str, int]] = {}
+    swapped = []
+    for space in spaces:
+        removed = sum(atom in dead for atom in space.atoms)
+        for (owner, attribute), share in space.numbers.items() if removed else ():
+            now = sizes.setdefault(owner, {}).get(attribute, getattr(model.get_submodule(owner), attribute))
+            sizes[owner][attribute] = now - share * removed
+        swapped += space.swaps if removed else []
+    for name in kept:
+        owner, _, attribute = name.rpartition(".")
+        numbers = _sizes(model.get_submodule(owner), attribute, kept[name], name in grouped)
+        if numbers:
+            sizes.setdefault(owner, {}).update(numbers)
+    before = dict(_tensors(model))
+    shapes = {name: list(before[name].shape) for name in kept}
+    return Cut(kept, sizes, list(dict.fromkeys(swapped)), shapes)
+
+
+def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], grouped: bool) -> dict[str, int]:
+    """The numbers that a layer remembers of a tensor's shape."""
+    left = {axis: len(indices) for axis, indices in kept.items()}
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return {"num_features": left[0]}
+    if isinstance(module, nn.PReLU):
+        return {"num_parameters": left[0]}
+    if attribute != "weight":
+        return {}
+    if isinstance(module, nn.Linear):
+        return {name: left[axis] for axis, name in ((0, "out_features"), (1, "in_features")) if axis in left}
+    if isinstance(module, _CONVOLUTIONS) and grouped:
+        groups = module.groups * left[0] // module.out_channels
+        return {"groups": groups, "out_channels": left[0], "in_channels": module.in_channels // module.groups * groups}
+    if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
+        names = ("in_channels", "out_channels") if isinstance(module, _TRANSPOSED) else ("out_channels", "in_channels")
+        return {name: left[axis] for axis, name in enumerate(names) if axis in left}
+    return {}
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers, by all of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

@@ -1,0 +1,69 @@
+"""What channels cost: the tariffs of FLOPs, MACs, parameters and memory.
+
+    FLOPs        positions · gives · (2 · kernel · reads + 1) of every weight, as the paper counts them (a multiply-add is
+                 two, less one for the first sum, plus a bias and an activation)
+    MACs         positions · kernel · reads · gives
+    parameters   all of them, biases and norms too
+    memory       bytes of the parameters and of what the layers write for one image, in 32 bit
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+from harp.channels.spaces import Product
+from harp.channels.tracing import Trace, Use
+
+_BYTES = 4
+
+
+def flops(model: nn.Module, trace: Trace) -> Iterator[Product]:
+    """FLOPs for one image."""
+    for use in trace.uses:
+        yield Product(2 * use.kernel * use.positions, _reads(use), use.gives)
+        yield Product(use.positions, 1, use.gives)
+
+
+def macs(model: nn.Module, trace: Trace) -> Iterator[Product]:
+    """Multiply-accumulates for one image."""
+    for use in trace.uses:
+        yield Product(use.kernel * use.positions, _reads(use), use.gives)
+
+
+def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
+    """Parameters."""
+    weights = {use.name: use for use in trace.uses}
+    sites: dict[str, list[int]] = {}
+    for number, site in enumerate(trace.sites):
+        sites.setdefault(site.name, []).append(number)
+    for name, parameter in model.named_parameters():
+        if name in weights and weights[name].reads is None:
+            yield Product(parameter[0].numel(), 1, weights[name].gives)
+        elif len(sites.get(name, [])) in (1, 2):
+            axes = [trace.sites[number] for number in sites[name]]
+            rest = math.prod(parameter.shape) // math.prod(parameter.shape[site.axis] for site in axes)
+            yield Product(rest, axes[0].atoms, axes[1].atoms if len(axes) == 2 else 1)
+        else:
+            yield Product(parameter.numel(), 1, 1)
+
+
+def memory(model: nn.Module, trace: Trace) -> Iterator[Product]:
+    """Bytes of the parameters and of all layers' results for one image."""
+    for product in parameters(model, trace):
+        yield Product(_BYTES * product.price, product.reads, product.gives)
+    for use in trace.uses:
+        yield Product(_BYTES * use.positions, 1, use.gives)
+
+
+def _reads(use: Use) -> Tensor | int:
+    return use.fixed if use.reads is None else use.reads
+
+
+TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] = {
+    "flops": (flops, "FLOPs"),
+    "macs": (macs, "MACs"),
+    "parameters": (parameters, "parameters"),
+    "memory": (memory, "bytes"),
+}
+"""The budgets, and their units in words."""

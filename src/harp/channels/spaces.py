@@ -1,0 +1,144 @@
+"""Channel spaces: the channels that are interchangeable, and what keeping some of them costs.
+
+A space is a set of channels that the same weights give and the same weights read, such as the stream of a residual
+stage or the hidden width of a block: any of its channels may go, so it is the "layer" of channel pruning. It carries
+the name of the first weight that reads it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from harp.channels.tracing import Trace
+
+Matrix = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Channels that may be pruned, each an atom."""
+
+    name: str
+    atoms: list[int]
+    readers: list[str]  # weights that read it
+    givers: list[str]  # weights, and vectors beside them, along which its channels lie
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)  # modules' attributes: what a channel adds to them
+    swaps: list[str] = field(default_factory=list)  # attention modules that can't have fewer heads themselves
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Channels that some weight reads and that must stay, and why."""
+
+    readers: list[str]
+    count: int
+    reason: str
+
+
+def spaces(trace: Trace) -> tuple[list[Space], list[Whole]]:
+    """The channels that may be pruned, by space, and those that may not."""
+    locked = trace.atoms.locked()
+    places: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # atom -> site -> how many of its indices
+    for number, site in enumerate(trace.sites):
+        for atom in trace.atoms.find(site.atoms).tolist():
+            places[atom][number] += 1
+    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for site in trace.sites:  # in the order in which they are read
+        for atom in trace.atoms.find(site.atoms).tolist() if site.reads else ():
+            members = alike.setdefault(tuple(sorted(places[atom].items())), [])
+            if atom not in places or atom in members[-1:]:
+                continue
+            members.append(atom)
+    found, whole = [], []
+    for signature, members in alike.items():
+        sites = [trace.sites[number] for number, _ in signature]
+        readers = list(dict.fromkeys(site.name for site in sites if site.reads))
+        givers = [site.name for site in sites if not site.reads]
+        atoms = list(dict.fromkeys(members))
+        free = [atom for atom in atoms if atom not in locked]
+        if free and givers:
+            found.append(Space(readers[0], free, readers, givers))
+        if len(free) < len(atoms):
+            reason = next(locked[atom] for atom in atoms if atom in locked)
+            whole.append(Whole(readers, len(atoms) - len(free), reason))
+    return _named_apart(found), whole
+
+
+def _named_apart(found: list[Space]) -> list[Space]:
+    """A weight that reads several spaces (a concatenation) lends its name to all; then the giver's is added."""
+    names = [space.name for space in found]
+    return [s if names.count(s.name) == 1 else replace(s, name=f"{s.name} ({s.givers[0]})") for s in found]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A cost `price · (channels read) · (channels given)`; an empty side stands for a fixed number."""
+
+    price: int
+    reads: Tensor | int
+    gives: Tensor | int
+
+
+@dataclass(frozen=True)
+class Tariff:
+    """What counts of channels cost: a sum of products of two sums, each linear in the counts.
+
+        cost(n) = Σ_t price_t · (R n + r)_t · (G n + g)_t
+    """
+
+    prices: Matrix
+    reads: Matrix  # R, one row a product, one column a space
+    read: Matrix  # r
+    gives: Matrix
+    given: Matrix
+
+    def exact(self, counts: Sequence[int]) -> int:
+        """The cost of keeping so many channels of each space."""
+        n = np.asarray(counts, dtype=np.int64)
+        return int((self.prices * (self.reads @ n + self.read) * (self.gives @ n + self.given)).sum())
+
+    def slope(self, counts: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        """The cost at real counts, and its gradient."""
+        one, other = self.reads @ counts + self.read, self.gives @ counts + self.given
+        return float((self.prices * one * other).sum()), (self.prices * other) @ self.reads + (
+            self.prices * one
+        ) @ self.gives
+
+    def soft(self, counts: Tensor) -> Tensor:
+        """The cost at real counts, for autograd."""
+        prices, reads, read, gives, given = (
+            torch.as_tensor(m, dtype=counts.dtype, device=counts.device)
+            for m in (self.prices, self.reads, self.read, self.gives, self.given)
+        )
+        return (prices * (reads @ counts + read) * (gives @ counts + given)).sum()
+
+
+def tariff(trace: Trace, found: Sequence[Space], products: Iterable[Product]) -> Tariff:
+    """Write costs over channels as costs over counts of the spaces' channels."""
+    owner = {atom: number for number, space in enumerate(found) for atom in space.atoms}
+    per_space = [len(space.atoms) for space in found]
+    rows = []
+    for product in products:
+        sides = [_side(trace, owner, per_space, side) for side in (product.reads, product.gives)]
+        rows.append((product.price, *sides[0], *sides[1]))
+    prices, reads, read, gives, given = zip(*rows, strict=True)
+    return Tariff(*(np.array(each, dtype=np.int64) for each in (prices, reads, read, gives, given)))
+
+
+def _side(trace: Trace, owner: Mapping[int, int], sizes: Sequence[int], side: Tensor | int) -> tuple[list[int], int]:
+    """How many indices one channel of each space takes, and how many always stay."""
+    row = [0] * len(sizes)
+    if isinstance(side, int):
+        return row, side
+    fixed = 0
+    for atom in trace.atoms.find(side).tolist():
+        if atom in owner:
+            row[owner[atom]] += 1
+        else:
+            fixed += 1
+    return [total // size for total, size in zip(row, sizes, strict=True)], fixed

@@ -1,0 +1,224 @@
+"""Channels: units of structured pruning, found in any model that runs.
+
+Every channel space is a layer of units. Masks act on the *input* channels of all weights that read a space, so a
+pruned channel is simply unread: norms and biases need no special case, and cutting it out afterwards changes nothing.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from harp.channels.cutting import Cut, plan
+from harp.channels.products import TARIFFS
+from harp.channels.spaces import Space, Whole, spaces, tariff
+from harp.channels.tracing import trace
+from harp.channels.trial import TOLERANCE, Trial, difference
+from harp.errors import ModelError, RecipeError
+from harp.masks import Masks
+from harp.prunable import check_patterns, limits, matches
+from harp.units import checked_total
+
+logger = logging.getLogger("harp")
+_Floats = npt.NDArray[np.float64]
+
+
+class Channels:
+    """Whole channels of a model, under a budget of FLOPs, MACs, parameters or memory.
+
+    The model is run on `example` to follow its channels. Channels that must live or die together are one unit, and
+    what can't be pruned safely is left whole: `whole` says what, and why.
+
+    Arguments:
+        example: one or two images of the kind to come.
+        budget: what `keep` is a share of: `flops` (as the paper counts them), `macs`, `parameters` or `memory`.
+        ignore: patterns of weights that stay as they are, with all channels that they read and give.
+        minimum, maximum: per pattern of a reading weight, the share of its channels that must / may be kept.
+        multiple: keep a multiple of so many channels of each space, as some hardware wants it; or all.
+        whole_ends: leave what the first weight gives and what the last one reads as they are.
+    """
+
+    kind = "channels"
+    initial_rate = 1.0
+    gamma_step = 0.02
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Tensor,
+        *,
+        budget: str = "flops",
+        ignore: Sequence[str] = (),
+        minimum: Mapping[str, float] | None = None,
+        maximum: Mapping[str, float] | None = None,
+        multiple: int = 1,
+        whole_ends: bool = False,
+    ) -> None:
+        if budget not in TARIFFS:
+            raise RecipeError(f"budget {budget!r} of channels: one of {', '.join(TARIFFS)}")
+        if multiple < 1:
+            raise RecipeError(f"multiple {multiple}: give 1 for any number of channels, or 8, 16, ...")
+        check_patterns([*ignore, *(minimum or {}), *(maximum or {})], model)
+        example = example[:2].to(next(model.parameters()).device)
+        self.model, self.example = model, example
+        self.trace = trace(model, example)
+        found, self.whole = spaces(self.trace)
+        found = [space for space in found if not self._spared(space, ignore, whole_ends)]
+        self.spaces, failed = Trial(model, example, self.trace).survivors(found)
+        self.whole += failed
+        if not self.spaces:
+            reasons = "; ".join(dict.fromkeys(part.reason for part in self.whole))
+            raise ModelError(f"{type(model).__name__} has no channels that can be pruned: {reasons}")
+        for reason in dict.fromkeys(part.reason for part in failed):
+            parts = [part for part in failed if part.reason == reason]
+            channels = sum(part.count for part in parts)
+            logger.warning("%d channels stay (first reader %s): %s", channels, parts[0].readers[0], reason)
+        self.names = [space.name for space in self.spaces]
+        self.sizes = [len(space.atoms) for space in self.spaces]
+        readers = [space.readers[0] for space in self.spaces]
+        self.floors, self.ceilings, self.lower, self.upper = limits(readers, self.sizes, minimum, maximum, self.kind)
+        self.steps = [min(multiple, size) for size in self.sizes]
+        products, self.noun = TARIFFS[budget]
+        self.tariff = tariff(self.trace, self.spaces, products(model, self.trace))
+        self.size = self.tariff.exact(self.sizes)
+        self._find_readers()
+
+    def _spared(self, space: Space, ignore: Sequence[str], whole_ends: bool) -> bool:
+        """Whether a space stays on request."""
+        names = [*space.readers, *space.givers]
+        ends = {self.trace.uses[0].name} & set(space.givers) or {self.trace.uses[-1].name} & set(space.readers)
+        reason = "ignored on request" if any(matches(n, p) for n in names for p in ignore) else ""
+        reason = reason or ("one of the two ends, which stay on request" if whole_ends and ends else "")
+        if reason:
+            self.whole.append(Whole(space.readers, len(space.atoms), reason))
+        return bool(reason)
+
+    def _find_readers(self) -> None:
+        """Where masks act: for each weight that reads, its axis and the unit of each index, -1 for none."""
+        unit, number = {}, 0
+        for space in self.spaces:
+            for atom in space.atoms:
+                unit[atom], number = number, number + 1
+        self.masked: list[str] = []
+        self.axes: list[int] = []
+        self._units: list[Tensor] = []
+        for site in self.trace.sites:
+            where = torch.tensor([unit.get(atom, -1) for atom in self.trace.atoms.find(site.atoms).tolist()])
+            if site.reads and bool((where >= 0).any()):
+                self.masked.append(site.name)
+                self.axes.append(site.axis)
+                self._units.append(where)
+        first = {name: axis for name, axis in zip(reversed(self.masked), reversed(self.axes), strict=True)}
+        shapes = {name: self.model.get_parameter(name).shape for name in self.masked}
+        readers = [space.readers[0] for space in self.spaces]
+        self.fans = [
+            shapes[name][first[name]] * math.prod(shapes[name][2:]) for name in readers
+        ]
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The weights that read the spaces, looked up afresh."""
+        return [self.model.get_parameter(name) for name in self.masked]
+
+    def total(self, keep: float) -> int:
+        """The integer budget: `keep` times what the whole network costs, rounded, checked against the limits."""
+        return checked_total(self, keep)
+
+    def cost(self, rates: Tensor) -> Tensor:
+        """The cost at these rates."""
+        return self.tariff.soft(rates * torch.tensor(self.sizes, dtype=rates.dtype, device=rates.device))
+
+    def slope(self, rates: _Floats) -> tuple[float, _Floats]:
+        """The cost at these rates and its gradient."""
+        sizes = np.array(self.sizes, dtype=np.float64)
+        cost, gradient = self.tariff.slope(rates * sizes)
+        return cost, gradient * sizes
+
+    def counts(self, rates: Sequence[float]) -> list[int]:
+        """The rounded number of channels of each space, within its limits."""
+        found = []
+        for rate, size, low, high, step in zip(rates, self.sizes, self.lower, self.upper, self.steps, strict=True):
+            count = round(rate * size) if step == 1 else min(size, step * round(rate * size / step))
+            found.append(max(low, min(count, high)))
+        return found
+
+    def spend(self, counts: Sequence[int]) -> int:
+        """The exact cost of keeping so many channels of each space."""
+        return self.tariff.exact(counts)
+
+    def spent(self, masks: Mapping[str, Tensor]) -> int:
+        """The exact cost of the network once the channels are cut out that these masks leave unread."""
+        return self.spend([int(alive.sum()) for alive in self.alive(masks)])
+
+    def alive(self, masks: Mapping[str, Tensor]) -> list[Tensor]:
+        """For each space, which channels somebody reads under these masks."""
+        read = torch.zeros(sum(self.sizes), dtype=torch.bool)
+        for name, axis, where in zip(self.masked, self.axes, self._units, strict=True):
+            others = [other for other in range(masks[name].ndim) if other != axis]
+            any_left = masks[name].cpu().any(dim=others) if others else masks[name].cpu()
+            read[where[any_left & (where >= 0)]] = True
+        return list(read.split(self.sizes))
+
+    def uniform_rate(self, total: int) -> float:
+        """The rate of all spaces at which so much is spent."""
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.slope(np.full(len(self.sizes), middle))[0] <= total else (low, middle)
+        return low
+
+    def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
+        """For each space, the norm of all that each of its channels is multiplied by."""
+        sums = self._sum([value.detach().abs() ** order for value in values])
+        return [each ** (1 / order) for each in sums.split(self.sizes)]
+
+    def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradient on a channel's mask: the sum over all that it masks."""
+        if all(gradient is None for gradient in gradients):
+            return [None] * len(self.sizes)
+        return list(self._sum(gradients).split(self.sizes))
+
+    def _sum(self, values: Sequence[Tensor | None]) -> Tensor:
+        some = next(value for value in values if value is not None)
+        found = torch.zeros(sum(self.sizes) + 1, dtype=some.dtype, device=some.device)
+        for value, axis, where in zip(values, self.axes, self._units, strict=True):
+            if value is not None:
+                others = [other for other in range(value.ndim) if other != axis]
+                found.index_add_(0, (where % len(found)).to(some.device), value.sum(dim=others))
+        return found[:-1]  # the last one took in what belongs to no unit
+
+    def expand(self, masks: Sequence[Tensor]) -> Masks:
+        """Mask the input channels of every weight that reads the spaces."""
+        alive = torch.cat([*(mask.reshape(-1) for mask in masks), masks[0].new_ones(1)])
+        found: Masks = {}
+        for name, weight, axis, where in zip(self.masked, self.weights, self.axes, self._units, strict=True):
+            row = alive[(where % len(alive)).to(alive.device)]
+            shape = [-1 if other == axis else 1 for other in range(weight.ndim)]
+            mask = row.reshape(shape).expand(weight.shape)
+            found[name] = (found[name] & mask if name in found else mask).clone()
+        return found
+
+    def cut(self, masks: Mapping[str, Tensor]) -> Cut:
+        """What is left when the channels go that nobody reads."""
+        alive = self.alive(masks)
+        pairs = zip(self.spaces, alive, strict=True)
+        dead = {atom for space, left in pairs for atom, stays in zip(space.atoms, left.tolist(), strict=True) if not stays}
+        return plan(self.model, self.trace, self.spaces, dead)
+
+    @torch.no_grad()
+    def slim(self, model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
+        """A smaller copy of a model whose weights are under these masks; checked against it on the example."""
+        small = self.cut(masks).applied(model)
+        modes = [(module, module.training) for net in (model, small) for module in net.modules()]
+        for module, _ in modes:
+            module.training = False
+        gap = difference(small(self.example), model(self.example))
+        for module, flag in modes:
+            module.training = flag
+        if not gap <= TOLERANCE:
+            raise ModelError(f"the smaller network is off by {gap:.1e}: are these the masks of this model's weights?")
+        return small
