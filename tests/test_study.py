@@ -156,11 +156,11 @@ def test_shipped_studies_are_whole(name: str) -> None:
 def test_a_small_dense_network_is_as_large_as_the_budget_allows(model: str, keep: float) -> None:
     digits = data.load("digits", None)
     made = recipe.parse({**RECIPE, "model": {"name": model}})
-    total = round(keep * narrow.weights(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
+    total = round(keep * narrow.size(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
     width = narrow.width(made, digits, total)
-    assert narrow.weights(made, digits, width) <= total < narrow.weights(made, digits, width + 1 / narrow.STEPS)
+    assert narrow.size(made, digits, width) <= total < narrow.size(made, digits, width + 1 / narrow.STEPS)
     # Steps below 1 / STEPS are no other networks: half a channel of the widest layer is more than that.
-    fine = [narrow.weights(made, digits, width + part / narrow.STEPS / 8) for part in range(9)]
+    fine = [narrow.size(made, digits, width + part / narrow.STEPS / 8) for part in range(9)]
     assert len({count for count in fine if count > total}) == 1
 
 

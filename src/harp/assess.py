@@ -13,7 +13,7 @@ from harp import artefact, attacks, checkpoint, data, evaluate, models, recipe
 from harp.answers import classes_of
 from harp.assault import Assault, Outcome
 from harp.attacks import Ball
-from harp.channels import Channels
+from harp.channels import Channels, price
 from harp.errors import RecipeError
 from harp.units import Units, Weights
 
@@ -77,10 +77,20 @@ def build(part: recipe.Model, source: data.DataSet, weights: str | Path | None) 
 
 def units_of(part: recipe.Units, model: nn.Module, source: data.DataSet) -> Units:
     """What a recipe prunes of a model."""
-    example = torch.rand(2, *source.shape, generator=torch.Generator().manual_seed(0))
     if part.kind == "channels":
-        return Channels(model, example, **part.options())
-    return Weights(model, example=example, **part.options())
+        return Channels(model, _example(source), **part.options())
+    return Weights(model, example=_example(source), **part.options())
+
+
+def size_of(part: recipe.Units, model: nn.Module, source: data.DataSet) -> int:
+    """What a recipe's budget counts of a whole model, even if there is nothing to prune in it."""
+    if part.kind == "channels":
+        return price(model, _example(source), part.budget or "flops")
+    return units_of(part, model, source).size
+
+
+def _example(source: data.DataSet) -> torch.Tensor:
+    return torch.rand(2, *source.shape, generator=torch.Generator().manual_seed(0))
 
 
 def threat(made: recipe.Recipe) -> Ball:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from harp.channels.spaces import Product
-from harp.channels.tracing import Trace, Use
+from harp.channels.tracing import Trace, Use, trace
 
 _BYTES = 4
 
@@ -67,3 +67,13 @@ TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] 
     "memory": (memory, "bytes"),
 }
 """The budgets, and their units in words."""
+
+
+def price(model: nn.Module, example: Tensor, budget: str) -> int:
+    """What a whole network costs, whether any of its channels could be pruned or not."""
+    products, _ = TARIFFS[budget]
+    return sum(p.price * _count(p.reads) * _count(p.gives) for p in products(model, trace(model, example)))
+
+
+def _count(side: Tensor | int) -> int:
+    return side if isinstance(side, int) else len(side)
