@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from harp.frozen import frozen
+from harp.frozen import _thin_convolution, frozen
 from tests import cases
 
 
@@ -314,3 +314,43 @@ def test_model_is_not_kept_alive(name: str) -> None:
     gc.collect()  # then the graph, whose last owner was the entry of the model
     alive = [type(part()) for part in parts if part() is not None]
     assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "padding"),
+    [
+        (1, (3, 3), (1, 1), (1, 1)),
+        (3, (3, 3), (2, 2), (1, 1)),
+        (2, (5, 3), (2, 3), (2, 0)),
+        (3, (1, 1), (2, 1), (0, 0)),
+    ],
+)
+def test_the_gradient_of_thin_images(channels: int, kernel: Any, stride: Any, padding: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, channels, 8, 9, dtype=torch.double, requires_grad=True)
+    weight, bias = torch.randn(4, channels, *kernel).double(), torch.randn(4).double()
+    results = []
+    for convolve in (_thin_convolution, F.conv2d):
+        y = convolve(x, weight, bias, stride, padding)
+        (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope.pow(2).sum(), x)
+        results.append((y, slope, second))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)])
+def test_a_relu_comes_behind_a_max_pooling(pool: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), pool, nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten())
+    x, results = torch.rand(5, 1, 12, 12), []
+    with frozen(model, x) as net:
+        assert isinstance(net, fx.GraphModule)
+        order = [str(node.target) for node in net.graph.nodes]
+        assert order.index("2") < order.index("relu_")
+        for function in (net, model):
+            points = x.clone().requires_grad_(True)
+            answer = function(points)
+            results.append((answer, *torch.autograd.grad(answer.square().sum(), points)))
+    for ours, expected in zip(*results, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-6)

@@ -74,7 +74,7 @@ def test_a_query_changes_one_square(norm: str) -> None:
     points = attack._start(x, generator)
     step = torch.arange(30) + 5
     step[:3] = 0
-    proposal = attack._proposal(x, points, step, generator)
+    proposal = attack._proposal(x, points, step, attack._place(x, step, generator))
     sides, kinds = _sides(50, 0.8, True, norm, 9, 9)
     assert torch.equal(proposal[:3], points[:3])
     offset, before = proposal - x, points - x

@@ -8,7 +8,9 @@ in between. Then a cheaper function of the input that has the same values can be
       γ (Wx + b − μ) / √(σ² + ε) + β  =  (sW) x + s (b − μ) + β      with  s = γ / √(σ² + ε);
 
 * on a CPU convolutions are faster with the channels last in memory, save for small feature maps on some;
-* a ReLU or a sum may overwrite the result of a convolution that nobody else reads.
+* a ReLU or a sum may overwrite the result of a convolution that nobody else reads;
+* a ReLU between a convolution and a max pooling has the same values behind it, of fewer numbers;
+* the gradient of an image of few channels is faster as a matrix product and shifted sums than as a convolution.
 
 What does not fit is left as it is, and a model that can't be traced is simply called.
 """
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,6 +41,8 @@ _CHANNELS_LAST_FROM = {"AVX512": 8, "AVX2": 1}
 
 # What may differ, relative to the largest logit. In lower precisions one more rounding could move a decision.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
+
+_THIN = 3  # input channels up to which the library is slow with gradients
 
 _CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -90,7 +95,7 @@ def _folded(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
         plan = _Plan(_build(model, example[:8]), tuple(map(weakref.ref, parts)), settings)
         _plans[model] = plan
     elif plan.graph is not None:
-        for layer in (child for child in plan.graph.children() if isinstance(child, _Layer)):
+        for layer in (child for child in plan.graph.children() if isinstance(child, FoldedLayer)):
             layer.fold()
     return plan.graph
 
@@ -120,13 +125,14 @@ def _parts_and_settings(model: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
     return parts, tuple(settings)
 
 
-class _Layer(nn.Module):
+class FoldedLayer(nn.Module):
     """A convolution or linear layer and the batch norm behind it (if any) as one affine map."""
 
     def __init__(self, layer: Any, norm: Any, layouts: tuple[Any, Any]) -> None:
         super().__init__()
         self.layer, self.norm = layer, norm
         self.before, self.after = layouts
+        self.thin = self.before is not None and _is_thin(layer)
         self.weight: Tensor = layer.weight.detach()
         if norm is not None:  # memory that serves at every entry: new pages would cost as much as the folding
             self.weight = torch.empty_like(self.weight, memory_format=self.before or torch.preserve_format)
@@ -147,13 +153,57 @@ class _Layer(nn.Module):
         self.bias: Tensor | None = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
+        """The result of both, in the memory format that comes next."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return F.linear(x, self.weight, self.bias)
         x = x if self.before is None else x.contiguous(memory_format=self.before)
-        convolve = _CONVOLUTIONS[type(layer)]
-        y = convolve(x, self.weight, self.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+        if self.thin and x.requires_grad and torch.is_grad_enabled():
+            y = _thin_convolution(x, self.weight, self.bias, layer.stride, layer.padding)
+        else:
+            convolve = _CONVOLUTIONS[type(layer)]
+            y = convolve(x, self.weight, self.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
         return y if self.after is None else y.contiguous(memory_format=self.after)
+
+
+class _ThinConvolution(torch.autograd.Function):
+    """A convolution of images of few channels: a gradient for the images only, faster than by the library.
+
+    Input i, j gets w[:, :, a, b] · gradient from every output that read it as its pixel a, b. The products are one
+    matrix product for all; each a, b adds its part of them, shifted.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.geometry = x.shape, stride, padding
+        return F.conv2d(x, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        (count, channels, height, width), stride, (above, beside) = ctx.geometry
+        down, across = gradient.shape[2:]
+        rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))
+        parts = (weight.flatten(1).t() @ rows.t()).view(*weight.shape[1:], count, down, across)
+        total = gradient.new_zeros(channels, count, height + 2 * above, width + 2 * beside)
+        for a, b in product(*map(range, weight.shape[2:])):
+            lines, columns = (
+                slice(at, at + step * (n - 1) + 1, step)
+                for at, step, n in zip((a, b), stride, (down, across), strict=True)
+            )
+            total[:, :, lines, columns].add_(parts[:, a, b])
+        inner = total[:, :, above : above + height, beside : beside + width].transpose(0, 1)
+        return inner.contiguous(), None, None, None, None
+
+
+_thin_convolution: Callable[..., Tensor] = _ThinConvolution.apply
+
+
+def _is_thin(layer: Any) -> bool:
+    """Whether a layer is a plain convolution of a grey or coloured image."""
+    plain = type(layer) is nn.Conv2d and layer.groups == 1 and set(layer.dilation) == {1}
+    return plain and layer.in_channels <= _THIN and not isinstance(layer.padding, str)
 
 
 def _build(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
@@ -199,14 +249,27 @@ def _rewrite(traced: fx.GraphModule, *, choose_layout: bool) -> None:
             norm = _norm_behind(node, modules)
             layouts = _layouts(node) if choose_layout else (None, None)
             node.target = f"folded_{node.name}"
-            traced.add_submodule(node.target, _Layer(module, norm and modules[str(norm.target)], layouts))
+            traced.add_submodule(node.target, FoldedLayer(module, norm and modules[str(norm.target)], layouts))
             if norm:
                 norm.replace_all_uses_with(node)
                 traced.graph.erase_node(norm)
             fresh.add(node)
         elif _overwrites(node, module, fresh) and node.target == "add_":  # of a ReLU the gradient needs the result
             fresh.add(node)
+        elif type(module) is nn.MaxPool2d and _shape(node):
+            _pool_first(node)
     traced.recompile()
+
+
+def _pool_first(pool: fx.Node) -> None:
+    """Let a ReLU that only a max pooling reads come behind it: it does not change which number is the largest."""
+    (relu,) = pool.all_input_nodes
+    if relu.target == "relu_" and len(relu.users) == 1:
+        pool.replace_all_uses_with(relu)
+        pool.replace_input_with(relu, relu.all_input_nodes[0])
+        relu.args = (pool,)
+        relu.meta = pool.meta
+        pool.append(relu)
 
 
 def _is_layer(module: nn.Module, node: fx.Node) -> bool:

@@ -11,7 +11,8 @@ the Euclidean norm (algorithm 3) the perturbation of one square is taken away, a
 in the form η of two pyramids of opposite signs, added to what is there; the start are 5 × 5 squares of that form.
 
 A query that changes nothing, since the square has these signs already, need not be asked: its answer is known. With
-one channel that is up to half of the queries.
+one channel that is up to half of the queries. And of a query in the maximum norm only what the square changes need be
+computed, where that is faster: see `harp.attacks.windows`.
 
 Departures from the authors' code in the AutoAttack package:
 
@@ -25,19 +26,32 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from harp.attacks import windows
 from harp.attacks.ball import Ball, check_number, logits, per_image
 from harp.attacks.stepwise import State, Stepwise, wrong
+from harp.attacks.windows import Windows
 from harp.errors import DataError
 from harp.frozen import Logits
 
 _HALVED_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # of 10 000 queries
 _TILES = 5  # squares along each side at the start, in the Euclidean norm
 _TINY = 1e-12
+_MAP = "map "  # of the state: the names of feature maps
+
+
+class _Place(NamedTuple):
+    """Where squares are: the pixels of both axes as seen from their corners. And all that was drawn for them."""
+
+    draws: Tensor
+    kind: Tensor
+    side: Tensor
+    rows: Tensor
+    columns: Tensor
 
 
 @dataclass(frozen=True)
@@ -82,16 +96,28 @@ class Square(Stepwise):
         """Ask about one more square of each image."""
         step, points = state["step"], state["points"]
         first = step == 0  # the start itself is asked about
-        proposal = self._proposal(x, points, step, generator)
+        place = self._place(x, step, generator)
+        proposal = self._proposal(x, points, step, place)
         asked = (first | (proposal != points).flatten(1).any(1)).nonzero().flatten()
         margin, fooled = state["margin"], torch.zeros_like(first)
+        largest = max(1, int(place.side.max()))
+        local = windows.of(net, x, largest) if self.norm == "linf" else None
+        maps = _maps(local, state)
         if len(asked):
-            found, lost = _margin(net, proposal if len(asked) == len(y) else proposal[asked], y[asked])
+            some = proposal if len(asked) == len(y) else proposal[asked]
+            if local is None:
+                answer, news = logits(net, some), None
+            else:
+                corner = -place.rows[asked, 0], -place.columns[asked, 0]
+                answer, news = local.ask(maps, asked, some, corner, largest)
+            found, lost = _margin(answer, y[asked])
             better = ((found < margin[asked]) | lost).nonzero().flatten()
             fooled[asked] = lost
             if len(better):
                 kept = asked[better]
-                points[kept], margin[kept] = proposal[kept], found[better]
+                points[kept], margin[kept] = proposal[kept], found[better].to(margin.dtype)
+                if local is not None and news is not None:
+                    local.take(maps, asked, news, better)
         through = step == self.steps
         state["step"] = step + 1
         if not through.any():
@@ -101,6 +127,7 @@ class Square(Stepwise):
         again = (through & ~ended & ~fooled).nonzero().flatten()
         if len(again):
             points[again] = self._start(x[again], generator)
+            _maps(None, state)  # they are of other points now
             margin[again], state["step"][again] = math.inf, 0
         return fooled, ended
 
@@ -122,22 +149,27 @@ class Square(Stepwise):
             offset[:, :, top : top + side, left : left + side] = torch.where(turned, form.T, form) * sign
         return self._at_distance(x, offset)
 
-    def _proposal(self, x: Tensor, points: Tensor, step: Tensor, generator: torch.Generator) -> Tensor:
-        """The points with one square changed; those that are at their start as they are."""
+    def _place(self, x: Tensor, step: Tensor, generator: torch.Generator) -> _Place:
+        """Draw a square for every image."""
         count, channels, height, width = x.shape
         table, kinds = _sides(self.steps, self.share, self.rescaled, self.norm, height, width)
         kind = kinds.to(x.device)[step]
         side = table.to(x.device)[kind][:, None]
         draws = torch.rand(5 + channels, count, 1, generator=generator, device=x.device, dtype=x.dtype)
+        return _Place(draws, kind, side, _along(height, side, draws[0]), _along(width, side, draws[1]))
+
+    def _proposal(self, x: Tensor, points: Tensor, step: Tensor, place: _Place) -> Tensor:
+        """The points with one square changed; those that are at their start as they are."""
+        height, width = x.shape[2:]
+        draws, kind, side, rows, columns = place
         signs = (draws[5:] < 0.5).transpose(0, 1)[..., None]
-        rows, columns = _along(height, side, draws[0]), _along(width, side, draws[1])
         inside = _square(rows, columns, side)
         if self.norm == "linf":
             low, high = (x - self.epsilon).clamp_(0, 1), (x + self.epsilon).clamp_(0, 1)
             return torch.where(inside, torch.where(signs, high, low), points)
         cleared = _square(_along(height, side, draws[2]), _along(width, side, draws[3]), side)
         forms = _forms(self.steps, self.share, self.rescaled, height, width).to(x)
-        turned = kind + len(table) * (draws[4, :, 0] < 0.5)
+        turned = kind + len(forms) // 2 * (draws[4, :, 0] < 0.5)
         last = forms.shape[1] - 1  # a row and a column of zeros, for all that is outside
         rows, columns = (torch.where((at >= 0) & (at < side), at, last) for at in (rows, columns))
         form = forms[turned[:, None, None], rows[:, :, None], columns[:, None, :]][:, None]
@@ -159,12 +191,28 @@ class Square(Stepwise):
         return (x + offset * per_image(self.epsilon / (length + _TINY), x)).clamp_(0, 1)
 
 
-def _margin(net: Logits, points: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the true class is above the others, and which points are misclassified."""
-    answer = logits(net, points)
+def _maps(local: Windows | None, state: State) -> list[Tensor]:
+    """The feature maps of the points, which are computed where there are none; without `local` they are dropped.
+
+    They are rows of the state as all else: the last bits of maps that are computed anew may be others. Newcomers have
+    none, so that those of all are computed again with them.
+    """
+    keys = sorted((key for key in state if key.startswith(_MAP)), key=lambda key: int(key.removeprefix(_MAP)))
+    if local is None:
+        for key in keys:
+            del state[key]
+        return []
+    if not keys:
+        state.update({f"{_MAP}{at}": rows for at, rows in enumerate(local.fill(state["points"]))})
+        return _maps(local, state)
+    return [state[key] for key in keys]
+
+
+def _margin(answer: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the true class is above the others, and which answers are wrong."""
     true = answer.gather(1, y[:, None]).squeeze(1)
     other = answer.scatter(1, y[:, None], -math.inf).amax(1)
-    return (true - other).to(points.dtype), wrong(answer, y)
+    return true - other, wrong(answer, y)
 
 
 def _along(length: int, side: Tensor, draw: Tensor) -> Tensor:
