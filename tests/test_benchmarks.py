@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import step
+from benchmarks import slim, step
 from benchmarks.timing import Times, interleaved
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--batch", "8", "--steps", "2", "--repeats", "2"]
@@ -79,3 +79,29 @@ def test_median_and_spread() -> None:
 @pytest.mark.parametrize("path", sorted(Path(step.__file__).parent.glob("results/step-*.json")), ids=lambda p: p.stem)
 def test_stored_results_are_what_the_benchmark_prints(path: Path) -> None:
     assert json.loads(path.read_text()).keys() >= KEYS
+
+
+SMALL = ["--model", "resnet8", "--width", "0.5", "--repeats", "1", "--train-batch", "4"]
+
+
+def test_slim_compares_small_networks_with_the_dense_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slim, "_version", lambda: None)
+    assert slim.main(SMALL) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["flops_ratio"]["4x"] == pytest.approx(4, rel=0.1)
+    assert result["speedup_torch"].keys() == {f"{f}x batch {b}" for f in (4, 10) for b in (1, 64)}
+    assert result["speedup_finetune"].keys() == {"4x", "10x"}
+    assert result["speedup_ort"] == {}
+    assert "share" in out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the exporter's own
+def test_slim_measures_onnx_runtime_too(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime")
+    assert slim.main(SMALL) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["speedup_ort"].keys() == result["speedup_torch"].keys()

@@ -19,7 +19,7 @@ LAYERS = [
     {"pruners", "assault"},
     {"training", "recipe", "survey", "pipeline", "evaluate"},
     {"assess", "presets", "study", "finished", "suspicion", "contradictions", "corruptions"},
-    {"run", "catalogue", "narrow", "audit", "report", "submit", "card"},
+    {"run", "catalogue", "narrow", "audit", "report", "submit", "card", "shrink"},
     {"compare"},
     {"cli"},
     {"__main__"},

@@ -179,9 +179,7 @@ def test_warm_up_is_shared_by_objectives() -> None:
 
 
 @pytest.mark.parametrize(("model", "shape", "kind", "part"), distinct_pruners())
-def test_pruner_fits_the_real_model(
-    model: str, shape: tuple[int, int, int], kind: str, part: dict[str, Any]
-) -> None:
+def test_pruner_fits_the_real_model(model: str, shape: tuple[int, int, int], kind: str, part: dict[str, Any]) -> None:
     """It can be made on the network of real size, and its answer meets the budget: to the weight, or by a channel."""
     units, options = real(model, shape, kind), dict(part)
     pruner = pruners.PRUNERS[options.pop("name")](units, **options)

@@ -1,10 +1,11 @@
 """The artefact: a finished network on disk, its masks, and what it says of itself.
 
-    model.safetensors   the network's tensors; small ones where channels were cut out
-    masks.safetensors   which weights live, in the shapes of the network before any cut
-    slim.json           what was cut out: with it, the architecture takes the small tensors
+model.safetensors   the network's tensors; small ones where channels were cut out
+masks.safetensors   which weights live, in the shapes of the network before any cut
+slim.json           what was cut out: with it, the architecture takes the small tensors
 """
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harp import checkpoint, files, masks
-from harp.channels import Cut
+from harp.channels import Cut, attention, rebuild
 from harp.errors import BudgetError, CheckpointError
 from harp.masks import Masks
 from harp.units import Units, exact
@@ -59,15 +60,24 @@ def load(folder: Path, model: nn.Module) -> None:
     checkpoint.load_weights(model, folder / "model.safetensors")
 
 
+def export(folder: Path, model: nn.Module, cut: Cut) -> None:
+    """Write a smaller network with all that it takes to load it elsewhere, without this package."""
+    checkpoint.save_model(folder / "model.safetensors", model)
+    files.write_json(folder / SLIM, cut.as_dict())
+    for source in (rebuild, attention) if cut.swapped else (rebuild,):
+        files.write_text(folder / f"{source.__name__.rpartition('.')[2]}.py", inspect.getsource(source))
+
+
 def cut_of(folder: Path) -> Cut | None:
     """What was cut out of a folder's network; None if nothing was."""
     path = folder / SLIM
     if not path.is_file():
         return None
     try:
-        return Cut.from_dict(json.loads(path.read_text("utf-8")))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {files.reason(error)}") from error
+    return Cut.from_dict(content)
 
 
 def widened(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

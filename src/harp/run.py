@@ -340,7 +340,6 @@ class Run:
         }
         files.write_json(folder / "summary.json", summary)
 
-
     def _cost(self, answer: Masks | None) -> dict[str, Any]:
         """What the network costs, beside what it cost before pruning."""
         if self.cut is None:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from harp import __version__
-from harp.cli import evaluation, looking, training
+from harp.cli import evaluation, looking, shrinking, training
 from harp.errors import HarpError, Interrupted
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compare": training.compare,
     "evaluate": evaluation.evaluate,
     "report": evaluation.report,
+    "slim": shrinking.slim,
     "list": looking.list_,
     "plan": looking.plan,
     "doctor": looking.doctor,

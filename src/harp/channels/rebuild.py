@@ -1,0 +1,59 @@
+"""Load a network whose pruned channels were cut out: this file needs nothing but torch and safetensors.
+
+    from rebuild import rebuild          # this file, with model.safetensors and slim.json beside it
+    network = rebuild(architecture())    # the architecture as it was before pruning, with any weights
+
+`slim.json` names the tensors that are smaller than the architecture's, the numbers that its modules remember of their
+sizes, and the attention modules that can't have fewer heads themselves (`attention.py` beside this file can).
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import nn
+
+
+def rebuild(model: nn.Module, folder: str | Path | None = None) -> nn.Module:
+    """Make `model` the network of a folder (by default this file's), in place; it is returned as well."""
+    place = Path(__file__).parent if folder is None else Path(folder)
+    description = json.loads((place / "slim.json").read_text(encoding="utf-8"))
+    tensors = load_file(place / "model.safetensors")
+    for name in description["swapped"]:
+        _put(model, name, _attention(place).of(model.get_submodule(name)))
+    for name in description["added"]:
+        _put(model, name, nn.Parameter(tensors[name].clone()))
+    before = {name: tensor for name, tensor in _named(model) if name in description["shapes"]}
+    after: dict[int, Any] = {}
+    for name, tensor in before.items():
+        small = tensors[name].clone()
+        after.setdefault(id(tensor), nn.Parameter(small) if isinstance(tensor, nn.Parameter) else small)
+    for name, tensor in _named(model):  # what is shared stays shared
+        if id(tensor) in after:
+            _put(model, name, after[id(tensor)])
+    for owner, numbers in description["sizes"].items():
+        for attribute, number in numbers.items():
+            setattr(model.get_submodule(owner), attribute, number)
+    model.load_state_dict(tensors)
+    return model
+
+
+def _named(model: nn.Module) -> list[tuple[str, Any]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _put(model: nn.Module, name: str, value: Any) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, value)
+
+
+def _attention(place: Path) -> Any:
+    """The class of `attention.py` beside the weights."""
+    spec = importlib.util.spec_from_file_location("attention", place / "attention.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Attention

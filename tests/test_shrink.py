@@ -1,0 +1,262 @@
+"""Smaller networks on disk: a channel run from end to end, dead channels of a weight run, files that stand alone."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from harp import artefact, assess, checkpoint, cost, finished, masks, recipe, shrink
+from harp.channels import Channels, Cut
+from harp.cli import app
+from harp.errors import HarpError, Interrupted, ModelError, RecipeError
+from harp.masks import apply
+from harp.pruners import Hydra, Magnitude
+from harp.run import Run
+
+CONTENT: dict[str, Any] = {
+    "name": "small",
+    "data": {"name": "digits", "batch": 32, "holdout": 100, "train": 320, "pad": 1},
+    "model": {"name": "resnet8", "width": 0.5},
+    "units": {"kind": "channels", "budget": "flops"},
+    "objective": {"name": "pgd", "epsilon": 0.1, "step": 0.05, "steps": 1},
+    "stages": [
+        {"name": "pretrain", "pruner": "dense", "epochs": 1},
+        {"name": "prune", "pruner": {"name": "harp", "keep": "40%"}, "epochs": 2},
+        {"name": "finetune", "pruner": "fixed", "epochs": 2, "optimizer": {"lr": 0.05}},
+    ],
+    "evaluate": {"attacks": ["pgd-3"], "examples": 60},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made = Run(recipe.parse(CONTENT), tmp_path_factory.mktemp("runs"))
+    made.execute()
+    return made
+
+
+@pytest.fixture(scope="module")
+def weight_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """99 % of the weights pruned at once."""
+    stages = [{"name": "prune", "pruner": {"name": "lamp", "keep": "2%"}, "epochs": 0}, CONTENT["stages"][2]]
+    made = Run(recipe.parse({**CONTENT, "units": {}, "stages": stages}), tmp_path_factory.mktemp("runs"))
+    made.execute()
+    return made
+
+
+def test_a_channel_run_leaves_a_smaller_network_within_its_budget(run: Run) -> None:
+    folder = run.folder()
+    summary = json.loads((folder / "summary.json").read_text())
+    budget = summary["budget"]
+    assert (budget["kind"], budget["unit"]) == ("channels", "FLOPs")
+    assert budget["kept"] <= budget["total"] == round(0.4 * budget["size"])
+    tensors, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    assert sum(t.numel() for t in tensors.values()) < 0.8 * sum(
+        t.numel() for t in run.units.model.state_dict().values()
+    )
+    small = assess.build(run.recipe.model, run.data, None)
+    artefact.load(folder, small)
+    counted = cost.cost(small, run.data.shape, {})
+    assert summary["cost"]["macs_kept"] == counted["macs"] < summary["cost"]["macs"]
+    assert summary["cost"]["parameters_kept"] == sum(p.numel() for p in small.parameters())
+    by_macs = Channels(run.units.model, torch.rand(1, *run.data.shape), budget="macs")
+    assert by_macs.spent(masks.load(folder / "masks.safetensors")) == counted["macs"]
+
+
+def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Run) -> None:
+    stages = [run.stage_folder(number) for number in range(3)]
+    sizes = [sum(t.numel() for t in checkpoint.load_tensors(f / "model.safetensors")[0].values()) for f in stages]
+    assert sizes[0] == sizes[1] > sizes[2]
+    subject = assess.load(str(run.folder()), None, None, None)
+    result, _ = assess.measure(subject.model, run.data, "natural", None, examples=60, seed=0)
+    summary = json.loads((run.folder() / "summary.json").read_text())
+    assert result["value"] == next(r["value"] for r in summary["results"] if r["name"] == "natural")
+    assert subject.dense is not None
+    assert sum(p.numel() for p in subject.dense.parameters()) > sum(p.numel() for p in subject.model.parameters())
+
+
+def test_the_wide_state_answers_like_the_small_network(run: Run) -> None:
+    found = finished.read(run.folder())
+    wide = assess.build(run.recipe.model, run.data, None).eval()
+    wide.load_state_dict(found.state())
+    x = run.data.test.images[:16].float() / 255
+    with torch.no_grad():
+        torch.testing.assert_close(wide(x), run.model.eval()(x), rtol=1e-4, atol=1e-5)
+    assert artefact.outside(wide, masks.load(run.folder() / "masks.safetensors")) == 0
+
+
+def test_interrupted_fine_tuning_of_the_small_network_goes_on_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+    again = Run(recipe.parse(CONTENT), tmp_path, minutes=0.0)
+
+    def stop_in_the_middle(record: dict[str, Any]) -> None:
+        if again.cut is not None and record["epoch"] == 1 and record["step"] == 3:
+            again.stop.signal = 15
+
+    again.display.step = stop_in_the_middle  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        again.execute()
+    assert not (again.folder() / "summary.json").exists()
+    whole = Run(recipe.parse(CONTENT), tmp_path)
+    whole.execute()
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, whole.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("kind", ["channels", "weights"])
+def test_written_files_load_without_the_package(kind: str, run: Run, weight_run: Run, tmp_path: Path) -> None:
+    """In a fresh process, with an architecture of the user's own and no import of ours."""
+    net = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1),
+                        nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 10))  # fmt: skip
+    torch.manual_seed(0)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.rand(2, 1, 8, 8)
+    if kind == "channels":
+        shrunk = shrink.by_magnitude(net, x, 0.5)
+    else:
+        weight = net[3].weight
+        assert isinstance(weight, nn.Parameter)
+        weight.data[:, 2] = 0
+        weight.data[4] = 0
+        shrunk = shrink.of_dead(net, x)
+    shrunk.save(tmp_path / "net")
+    with torch.no_grad():
+        torch.save({"x": x, "y": shrunk.model.eval()(x)}, tmp_path / "io.pt")
+    code = """
+import sys, torch
+from torch import nn
+sys.path.insert(0, sys.argv[1])
+from rebuild import rebuild
+net = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1),
+                    nn.ReLU(), nn.Flatten(), nn.Linear(6 * 36, 10))
+io = torch.load(sys.argv[2], weights_only=True)
+small = rebuild(net).eval()
+assert torch.equal(small(io["x"]), io["y"])
+assert small[3].in_channels < 8 and small[3].weight.shape[1] == small[3].in_channels
+assert not any(name.split(".")[0] == "harp" for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "net"), str(tmp_path / "io.pt")], check=True)
+
+
+def test_dead_channels_of_a_weight_run_are_cut_without_changing_an_answer(weight_run: Run, tmp_path: Path) -> None:
+    shrunk = shrink.of_run(weight_run.folder())
+    facts = shrunk.facts()
+    assert facts["parameters"][1] < facts["parameters"][0]
+    x = weight_run.data.test.images[:32].float() / 255
+    with torch.no_grad():
+        torch.testing.assert_close(shrunk.model.eval()(x), weight_run.model.eval()(x), rtol=1e-4, atol=1e-5)
+    shrunk.save(tmp_path / "net")
+    assert {path.name for path in (tmp_path / "net").iterdir()} == {"model.safetensors", "slim.json", "rebuild.py"}
+
+
+def test_an_optimiser_goes_on_with_the_small_network() -> None:
+    """Momentum is cut like the weights: the next step of the small network is the large masked one's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3))
+    x, y = torch.rand(16, 1, 8, 8), torch.randint(3, (16,))
+    units = Channels(net, x)
+    pruned = Magnitude(units, 0.5).finish()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+    def step(model: nn.Module) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def masked_step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        for name, mask in pruned.items():
+            net.get_parameter(name).grad.mul_(mask)  # type: ignore[union-attr]
+        optimizer.step()
+        apply(net, pruned)
+
+    for _ in range(3):
+        masked_step()
+    cut = units.cut(pruned)
+    small = units.slim(net, pruned)
+    twin, kept = copy.deepcopy(net), copy.deepcopy(optimizer.state_dict())
+    cut.carry(optimizer, net, small)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in small.parameters()}
+    step(small)
+    net, optimizer = twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    optimizer.load_state_dict(kept)
+    masked_step()
+    for name, parameter in small.named_parameters():
+        torch.testing.assert_close(parameter, cut.slice(name, net.get_parameter(name)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_description_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_path: Path) -> None:
+    cut = artefact.cut_of(run.folder())
+    assert cut is not None
+    with pytest.raises(ModelError, match="another model"):
+        cut.apply(nn.Sequential(nn.Conv2d(1, 8, 3)))
+    content = cut.as_dict()
+    name = next(iter(content["kept"]))
+    for damage in (
+        {"kept": 3},
+        {"kept": {**content["kept"], name: {"0": [10**9]}}},
+        {"kept": {**content["kept"], name: {"7": [0]}}},
+        {"sizes": {"": {"__class__": 3}}},
+        {"sizes": {"nowhere": {"in_channels": 3}}},
+        {"swapped": ["classifier"]},
+    ):
+        with pytest.raises(HarpError):
+            Cut.from_dict({**content, **damage}).apply(assess.build(run.recipe.model, run.data, None))
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for text in ("", "[]", "{", '{"kept": {}}'):
+        (folder / "slim.json").write_text(text)
+        with pytest.raises(HarpError):
+            artefact.cut_of(folder)
+
+
+def test_recipes_say_what_has_no_meaning_for_their_units() -> None:
+    for units, text in (
+        ({"kind": "channels", "include": ["a"]}, "include has no meaning"),
+        ({"multiple": 8}, "multiple has no meaning"),
+        ({"kind": "channels", "budget": "weights"}, "unknown budget of channels 'weights'"),
+        ({"budget": "flop"}, "unknown budget of weights 'flop'"),
+    ):
+        with pytest.raises(RecipeError, match=text):
+            recipe.parse({**CONTENT, "units": units})
+    twice = [*CONTENT["stages"], {"name": "more", "pruner": {"name": "hydra", "keep": "20%"}, "epochs": 1}]
+    with pytest.raises(RecipeError, match="only one"):
+        recipe.parse({**CONTENT, "stages": twice})
+
+
+def test_a_budget_of_macs_for_weights_is_met_by_a_run(tmp_path: Path) -> None:
+    stages = [{"name": "prune", "pruner": {"name": "hydra", "keep": "10%"}, "epochs": 1}]
+    made = Run(recipe.parse({**CONTENT, "units": {"budget": "macs"}, "stages": stages}), tmp_path)
+    outcome = made.execute()
+    summary = json.loads((outcome.folder / "summary.json").read_text())
+    assert isinstance(made.pruner(made.recipe.stages[0], None), Hydra)
+    assert summary["budget"]["unit"] == "MACs"
+    assert 0.99 * summary["budget"]["total"] < summary["cost"]["macs_kept"] <= summary["budget"]["total"]
+
+
+def test_slim_from_the_command_line(run: Run, tmp_path: Path) -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["slim", str(run.folder()), "--out", str(tmp_path / "a"), "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.output)
+    assert facts["parameters"][1] == sum(p.numel() for p in run.model.parameters())
+    done = runner.invoke(app, ["slim", "tinynet", "--keep", "50%", "--shape", "1x28x28", "--out", str(tmp_path / "b")])
+    assert done.exit_code == 0, done.output
+    assert "MACs" in done.output
+    for wrong in (
+        ["slim", str(run.folder()), "--out", str(tmp_path / "a")],
+        ["slim", str(run.folder()), "--keep", "50%", "--out", str(tmp_path / "c")],
+        ["slim", "no-such-model", "--out", str(tmp_path / "c")],
+        ["slim", "tinynet", "--keep", "0", "--out", str(tmp_path / "c")],
+    ):
+        failed = runner.invoke(app, wrong)
+        assert isinstance(failed.exception, HarpError), wrong
+        assert not (tmp_path / "c").exists()
