@@ -50,7 +50,26 @@ def distinct_pruners() -> list[Any]:
             if stage.pruner["name"] != "fixed":
                 case = (made.model.name, SHAPES[made.data.name], made.units.kind, stage.pruner)
                 found[f"{case[0]}-{case[1]}-{case[2]}-" + "-".join(map(str, stage.pruner.values()))] = case
-    return [pytest.param(*case, id=key) for key, case in found.items()]
+    # At the real size a budget more says little about a method: VGG16 gets the one, ResNet18 the other.
+    spare = {
+        ("vgg16", 0.01),
+        ("resnet18", 0.001),
+        ("vgg16", 0.5),
+        ("vgg16", 0.1),
+        ("resnet18", 0.25),
+        ("resnet18", 0.05),
+    }
+    marks = {key: [pytest.mark.slow] * ((case[0], case[3].get("keep")) in spare) for key, case in found.items()}
+    return [pytest.param(*case, id=key, marks=marks[key]) for key, case in found.items()]
+
+
+def runnable() -> list[Any]:
+    """Every recipe; those that differ from another one in a network or a number only are run by who has the time."""
+    spare = ("svhn/resnet18/", "cifar10/resnet18/")
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (name.startswith(spare) or name.endswith(("99.9", "20x", "2x"))))
+        for name in NAMES
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -200,7 +219,7 @@ def test_objectives_and_attacks_can_be_made(name: str) -> None:
     assert all(callable(assess.attack_of(wish, assess.threat(made))[1]) for wish in made.evaluate.attacks)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", runnable())
 def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harp.data.load", noise)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # dozens of small files, none worth the wait
