@@ -13,12 +13,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from harp import artefact, assess, checkpoint, cost, finished, masks, recipe, shrink
-from harp.channels import Channels, Cut
+from harp.channels import Channels, Cut, Latency
+from harp.channels.latency import Speed
 from harp.cli import app
+from harp.compare import Comparison
 from harp.errors import HarpError, Interrupted, ModelError, RecipeError
 from harp.masks import apply
 from harp.pruners import Hydra, Magnitude
 from harp.run import Run
+from harp.study import parse as parse_study
 
 CONTENT: dict[str, Any] = {
     "name": "small",
@@ -260,3 +263,54 @@ def test_slim_from_the_command_line(run: Run, tmp_path: Path) -> None:
         failed = runner.invoke(app, wrong)
         assert isinstance(failed.exception, HarpError), wrong
         assert not (tmp_path / "c").exists()
+
+
+def test_compact_fine_tuning_is_the_same_training(tmp_path: Path) -> None:
+    """Without the channels that nobody reads: the same weights but for rounding, in the whole network's shapes."""
+    stages = [
+        {"name": "prune", "pruner": {"name": "global", "keep": "3%"}, "epochs": 0},
+        {"name": "finetune", "pruner": "fixed", "epochs": 2, "optimizer": {"lr": 0.02}},
+    ]
+    runs = []
+    for compact in (False, True):
+        content = {**CONTENT, "units": {}, "objective": "natural", "stages": copy.deepcopy(stages)}
+        content["evaluate"] = {"attacks": [], "examples": 60}
+        content["stages"][1]["compact"] = compact
+        made = Run(recipe.parse(content), tmp_path)
+        notes: list[str] = []
+        made.display.note = notes.append  # type: ignore[method-assign]
+        outcome = made.execute()
+        assert any("compact" in note for note in notes) == compact
+        assert outcome.masks is not None
+        assert masks.kept(outcome.masks) == made.total
+        runs.append(made)
+    assert runs[0].stage_folder(1) != runs[1].stage_folder(1)
+    x = runs[0].data.test.images[:64].float() / 255
+    with torch.no_grad():
+        torch.testing.assert_close(runs[0].model.eval()(x), runs[1].model.eval()(x), rtol=1e-2, atol=1e-3)
+    with pytest.raises(RecipeError, match="compact is for 'fixed'"):
+        recipe.parse({**CONTENT, "stages": [{**CONTENT["stages"][0], "compact": True}]})
+
+
+def test_a_budget_of_measured_time_is_kept_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[nn.Module] = []
+
+    def measured(model: nn.Module, example: torch.Tensor, trace: Any, spaces: Any) -> Latency:
+        calls.append(model)
+        return Latency({}, Speed(1e3, 2.0 + len(calls), 5.0), {use.name: "" for use in trace.uses}, 1)
+
+    monkeypatch.setattr("harp.channels.units.measure", measured)
+    content = copy.deepcopy(CONTENT)
+    content["units"]["budget"] = "latency"
+    content["stages"] = [{"name": "prune", "pruner": {"name": "hydra", "keep": "60%"}, "epochs": 1}]
+    first = Run(recipe.parse(content), tmp_path)
+    first.execute()
+    again = Run(recipe.parse(content), tmp_path)
+    assert again.units.size == first.units.size
+    assert len(calls) == 1
+    outcome = again.execute()
+    summary = json.loads((outcome.folder / "summary.json").read_text())
+    assert summary["budget"]["kept"] <= summary["budget"]["total"] == again.units.total(0.6)
+    study = {"name": "times", "recipe": content, "methods": ["hydra"], "keep": [0.5]}
+    with pytest.raises(RecipeError):
+        Comparison(parse_study(study), tmp_path)

@@ -13,7 +13,7 @@ from harp import artefact, attacks, checkpoint, data, evaluate, models, recipe
 from harp.answers import classes_of
 from harp.assault import Assault, Outcome
 from harp.attacks import Ball
-from harp.channels import Channels, price
+from harp.channels import Channels, Latency, price
 from harp.errors import RecipeError
 from harp.units import Units, Weights
 
@@ -75,21 +75,23 @@ def build(part: recipe.Model, source: data.DataSet, weights: str | Path | None) 
     return model
 
 
-def units_of(part: recipe.Units, model: nn.Module, source: data.DataSet) -> Units:
-    """What a recipe prunes of a model."""
+def units_of(part: recipe.Units, model: nn.Module, source: data.DataSet, latency: Latency | None = None) -> Units:
+    """What a recipe prunes of a model; times that were measured before stand for a budget of latency."""
     if part.kind == "channels":
-        return Channels(model, _example(source), **part.options())
-    return Weights(model, example=_example(source), **part.options())
+        options = part.options() if latency is None else {**part.options(), "budget": latency}
+        return Channels(model, noise_of(source), **options)
+    return Weights(model, example=noise_of(source), **part.options())
 
 
 def size_of(part: recipe.Units, model: nn.Module, source: data.DataSet) -> int:
     """What a recipe's budget counts of a whole model, even if there is nothing to prune in it."""
     if part.kind == "channels":
-        return price(model, _example(source), part.budget or "flops")
+        return price(model, noise_of(source), part.budget or "flops")
     return units_of(part, model, source).size
 
 
-def _example(source: data.DataSet) -> torch.Tensor:
+def noise_of(source: data.DataSet) -> torch.Tensor:
+    """Two images of a data set's shape, of noise: to follow channels through a model."""
     return torch.rand(2, *source.shape, generator=torch.Generator().manual_seed(0))
 
 

@@ -56,6 +56,10 @@ class Comparison:
         self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
         if not base.evaluate.attacks:
             raise RecipeError("evaluate.attacks is empty: methods are compared by the accuracy under its last attack")
+        if base.units.budget == "latency":
+            raise RecipeError(
+                "units.budget is latency, which every run would measure anew: compare under flops or macs"
+            )
         self.attack = assess.attack_of(base.evaluate.attacks[-1], assess.threat(base))[0]
         self.content = base.model_dump(mode="json", exclude_defaults=True)
         self.parts = pipeline.parts(self.content["stages"])
@@ -162,7 +166,8 @@ class Comparison:
             "data": self.data.name,
             "source": self.data.source,
             "model": self.study.recipe.model.name,
-            "weights": self.size,
+            "size": self.size,
+            "unit": self.units.noun,
             "seeds": list(self.study.seeds),
             "attack": title,
             "measure": "balanced accuracy" if self.data.balanced else "accuracy",
@@ -192,9 +197,8 @@ class Comparison:
         """Draw accuracy over sparsity; needs matplotlib."""
         paths = [self.folder / f"robust.{suffix}" for suffix in ("png", "svg")]
         for path in paths:
-            picture.draw_comparison(
-                path, f"{outcome['study']}: {outcome['model']} on {outcome['data']}", outcome["rows"], outcome["attack"]
-            )
+            title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
+            picture.draw_comparison(path, title, outcome["rows"], outcome["attack"], outcome["unit"])
         return paths
 
 

@@ -223,7 +223,7 @@ class Units(_Part):
         foreign = [name for name in others if getattr(self, name) != type(self).model_fields[name].default]
         if foreign:
             raise ValueError(f"{foreign[0]} has no meaning for {self.kind}")
-        budgets: Collection[str] = BUDGETS if self.kind == "weights" else TARIFFS
+        budgets: Collection[str] = BUDGETS if self.kind == "weights" else (*TARIFFS, "latency")
         if self.budget is not None and self.budget not in budgets:
             raise ValueError(unknown(f"budget of {self.kind}", self.budget, budgets))
         return self
@@ -254,6 +254,7 @@ class Stage(_Part):
     objective: ObjectivePart | None = None  # default: the recipe's
     optimizer: Optimizer = Optimizer()
     accumulate: Count = 1
+    compact: Flag = False  # under fixed masks, train without the channels that nobody reads: the same, but for rounding
     select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
 
 
@@ -287,6 +288,9 @@ class Recipe(_Part):
         pruners = ["dense", *(stage.pruner["name"] for stage in self.stages)]
         if self.units.kind == "channels" and sum(name not in ("dense", "fixed") for name in pruners) > 1:
             raise ValueError("stages: channels are cut out after the stage that prunes them, so there can be only one")
+        for index, stage in enumerate(self.stages):
+            if stage.compact and stage.pruner["name"] != "fixed":
+                raise ValueError(f"stages[{index}]: compact is for 'fixed' masks, not for {stage.pruner['name']!r}")
         for index, pair in enumerate(pairwise(pruners)):
             if pair == ("dense", "fixed"):
                 raise ValueError(f"stages[{index}]: 'fixed' keeps the masks of the stage before it, which has none")

@@ -42,7 +42,8 @@ from harp import (
     training,
 )
 from harp.batches import Augment, Batches
-from harp.channels import Channels, Cut
+from harp.channels import Channels, Cut, Latency
+from harp.channels.dead import slim_for_training, spread_back
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
 from harp.errors import Interrupted, RecipeError
@@ -55,6 +56,9 @@ from harp.seeds import derive
 from harp.units import Units, Weights
 
 
+WORTHWHILE = 0.8  # the share of multiplications below which training a smaller network pays for making it
+
+
 @dataclass
 class Outcome:
     """What a run leaves."""
@@ -65,6 +69,15 @@ class Outcome:
     units: Units  # of the network before any cut
     results: list[dict[str, Any]]  # the finished network's
     dense: list[dict[str, Any]]  # the network's before pruning, measured the same way
+
+
+@dataclass(frozen=True)
+class Compacted:
+    """A network in training without the channels that nobody reads, its masks, and what was cut."""
+
+    model: nn.Module
+    masks: Masks
+    cut: Cut
 
 
 class Run:
@@ -92,10 +105,10 @@ class Run:
             self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
-        self.units: Units = assess.units_of(recipe.units, self.model, self.data)
+        self.contents = contents(recipe, self.data)
+        self.units = self._units()
         self.dense_cost = cost.cost(self.model, self.data.shape, {})
         self.cut: Cut | None = None  # what was cut out of the model
-        self.contents = contents(recipe, self.data)
         self.total: int | None = None  # the last budget that a stage names
         for stage in recipe.stages:
             if stage.pruner["name"] != "fixed":
@@ -103,6 +116,25 @@ class Run:
                 self.total = pruner.total if "keep" in stage.pruner else self.total
         size = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
         _check_writable(root, 12 * size)  # a state and its successor: weights, latents, momentum, the best epoch so far
+
+    def _units(self) -> Units:
+        """What is pruned. Times are measured once in a run, and are the same after a resume and on every rank."""
+        known = self._latency_file()
+        latency = (
+            Latency.from_dict(json.loads(known.read_text("utf-8"))) if known is not None and known.exists() else None
+        )
+        made = assess.units_of(self.recipe.units, self.model, self.data, latency)
+        if known is None or latency is not None or self.fabric.world_size == 1 or not isinstance(made, Channels):
+            return made
+        first = self.fabric.broadcast(made.latency.as_dict() if made.latency is not None else {})
+        return assess.units_of(self.recipe.units, self.model, self.data, Latency.from_dict(first))
+
+    def _latency_file(self) -> Path | None:
+        """Where the measured times of a budget of latency are: with the stage that prunes."""
+        pruning = [n for n, stage in enumerate(self.recipe.stages) if stage.pruner["name"] not in ("dense", "fixed")]
+        if self.recipe.units.budget != "latency" or not pruning:
+            return None
+        return self.stage_folder(pruning[0]) / "latency.json"
 
     def folder(self) -> Path:
         """Where the outcome goes."""
@@ -172,7 +204,14 @@ class Run:
     def train_stage(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> None:
         """Train a stage from where it stands and write its result."""
         _make_folder(folder)
+        if isinstance(self.units, Channels) and self.units.latency is not None and self.fabric.is_global_zero:
+            files.write_json(folder / "latency.json", self.units.latency.as_dict())
         pruner = self.pruner(stage, before)
+        total, whole, left = pruner.total, self.model, None
+        if stage.compact and self.cut is None and before is not None:
+            left = self._compacted(before)
+            pruner = pruner if left is None else pruners.Fixed(Weights(left.model, **self._names()), left.masks)
+            self.model = whole if left is None else left.model
         keeper = Keeper(folder / "state.pt", self.stop, minutes=self.minutes, fabric=self.fabric)
         log = MetricsFile(folder)
         flip = Augment(self.recipe.data.pad, self.data.flip) if self.recipe.data.augment else None
@@ -207,10 +246,13 @@ class Run:
                 keeper=keeper,
                 fabric=self.fabric,
             )
+        if left is not None:
+            spread_back(whole, self.model, left.cut)
+            self.model = whole
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
-            masked = before if self.cut is not None else answer
-            artefact.save(folder, self.model, masked, None if self.cut else pruner.total, self.units, self.cut)
+            masked = answer if self.cut is None and left is None else before
+            artefact.save(folder, self.model, masked, None if self.cut else total, self.units, self.cut)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {
@@ -222,6 +264,19 @@ class Run:
             (folder / "state.pt").unlink(missing_ok=True)
             log.close()
         self.fabric.barrier()
+
+    def _compacted(self, masks: Masks) -> Compacted | None:
+        """The network without the channels that nobody reads under these masks, if that saves work."""
+        small, small_masks, cut = slim_for_training(self.model, assess.noise_of(self.data), masks)
+        work = cost.cost(small, self.data.shape, {})["macs"]
+        if work > WORTHWHILE * self.dense_cost["macs"]:
+            return None
+        self.display.note(f"compact: {work / self.dense_cost['macs']:.1%} of the multiplications are left to train")
+        return Compacted(small, small_masks, cut)
+
+    def _names(self) -> dict[str, Any]:
+        """What the recipe says of the weights that are units at all."""
+        return {key: value for key, value in self.recipe.units.options().items() if key in ("ignore", "include")}
 
     def _watts(self) -> float:
         """The power to assume where it can't be measured."""

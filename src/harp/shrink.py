@@ -6,7 +6,7 @@ that died along the way; and any other model can lose its weakest channels on th
 
 import copy
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def of_dead(model: nn.Module, example: Tensor, pruned: masks.Masks | None = None
     words = (
         ", ".join(f"{count} channels {why}" for why, count in gone.items() if count) or "nothing: no channel is dead"
     )
-    return Shrunk(model, removed.model, replace(removed.cut, added=removed.biases), example, words)
+    return Shrunk(model, removed.model, removed.cut, example, words)
 
 
 def by_magnitude(model: nn.Module, example: Tensor, keep: float, **options: Any) -> Shrunk:

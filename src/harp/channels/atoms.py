@@ -1,8 +1,10 @@
 """Atoms: the classes of tensor entries that live or die together.
 
-Every entry of an activation belongs to at most one atom (a channel, in the end), written as a positive number; 0 means
-none. Operations join atoms, and lock those that can't be removed, with the reason. Both are undone never.
+Every entry of an activation belongs to at most one atom (a channel, in the end), written as a positive number; other
+numbers mean none. Operations join atoms, and lock those that can't be removed, with the reason. Neither is ever undone.
 """
+
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +28,19 @@ class Atoms:
         return torch.arange(first, first + count)
 
     def find(self, ids: Tensor) -> Tensor:
-        """The representative of each atom's set; 0 stays 0."""
+        """The representative of each atom's set; what is no atom stays as it is."""
         found = ids.numpy()
         while True:
-            above = self._parent[found]
+            above = np.where(found > 0, self._parent[np.maximum(found, 0)], found)
             if np.array_equal(above, found):
                 return torch.from_numpy(found)
             found = above
 
     def join(self, left: Tensor, right: Tensor) -> None:
-        """Let pairs of atoms share their fate; pairs with a 0 are skipped."""
-        pairs = torch.stack([self.find(left).reshape(-1), self.find(right).reshape(-1)], dim=1)
-        pairs = pairs[(pairs > 0).all(dim=1) & (pairs[:, 0] != pairs[:, 1])]
-        for one, other in torch.unique(pairs, dim=0).tolist():
+        """Let pairs of atoms share their fate; pairs with what is no atom are skipped."""
+        ours, theirs = self.find(left).reshape(-1), self.find(right).reshape(-1)
+        apart = (ours > 0) & (theirs > 0) & (ours != theirs)
+        for one, other in set(zip(ours[apart].tolist(), theirs[apart].tolist(), strict=True)):
             a, b = self._root(one), self._root(other)
             self._parent[max(a, b)] = min(a, b)
 
@@ -48,10 +50,16 @@ class Atoms:
         if len(some) > 1:
             self.join(some[1:], some[:1].expand(len(some) - 1))
 
+    def flags(self, atoms: Collection[int]) -> Tensor:
+        """Whether each atom, by its number, is one of these."""
+        found = torch.zeros(len(self._parent), dtype=torch.bool)
+        found[list(atoms)] = True
+        return found
+
     def lock(self, ids: Tensor, reason: str) -> None:
         """Let these stay, whatever happens; the first reason counts."""
         for atom in torch.unique(self.find(ids)).tolist():
-            if atom:
+            if atom > 0:
                 self._reasons.setdefault(atom, reason)
 
     def locked(self) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Multi-head attention whose heads need not fill the embedding.
 
 `torch.nn.MultiheadAttention` computes the size of a head from the embedding's, so it can't have fewer heads of the
-same size. This module can, has the same parameters by the same names, and is called alike.
+same size. This one can. It has the same parameters by the same names, and is called alike.
 """
 
 from typing import Self
@@ -11,17 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Attention(nn.Module):
+class Attention(nn.MultiheadAttention):
     """Attention with packed projections of queries, keys and values of the same width."""
 
-    _qkv_same_embed_dim = False  # what a transformer layer asks before it takes a short cut past this module
-
     def __init__(self, width: int, heads: int, size: int, *, bias: bool, batch_first: bool, dropout: float) -> None:
-        super().__init__()
-        self.num_heads, self.batch_first, self.dropout = heads, batch_first, dropout
+        nn.Module.__init__(self)  # all else is done otherwise here
+        self.embed_dim, self.num_heads, self.head_dim = width, heads, size
+        self.batch_first, self.dropout = batch_first, dropout
+        # What a transformer layer asks before it takes a short cut past this module. A copy would set it otherwise.
+        self._qkv_same_embed_dim = False
         self.in_proj_weight = nn.Parameter(torch.empty(3 * heads * size, width))
-        self.in_proj_bias = nn.Parameter(torch.empty(3 * heads * size)) if bias else None
-        self.out_proj = nn.Linear(heads * size, width, bias)
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(3 * heads * size)) if bias else None)
+        self.out_proj = nn.modules.linear.NonDynamicallyQuantizableLinear(heads * size, width, bias)
 
     @classmethod
     def of(cls, other: nn.MultiheadAttention) -> Self:
@@ -48,16 +49,24 @@ class Attention(nn.Module):
         weights = self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         heads = [
-            F.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            F.linear(x, w, b).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
             for x, w, b in zip(given, weights, biases, strict=True)
         ]
-        if attn_mask is not None and attn_mask.ndim == 3:
-            attn_mask = attn_mask.unflatten(0, (-1, self.num_heads))
-        if key_padding_mask is not None:
-            padding = torch.zeros(key_padding_mask.shape, dtype=query.dtype, device=query.device)
-            padding = padding.masked_fill(key_padding_mask.bool(), float("-inf"))[:, None, None]
-            attn_mask = padding if attn_mask is None else attn_mask + padding
+        mask = _added(attn_mask, query)
+        if mask is not None and mask.ndim == 3:
+            mask = mask.reshape(-1, self.num_heads, *mask.shape[1:])
+        padding = _added(key_padding_mask, query)
+        if padding is not None:
+            mask = padding[:, None, None] if mask is None else mask + padding[:, None, None]
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(*heads, attn_mask=attn_mask, dropout_p=dropout, is_causal=False)
-        answer: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        q, k, v = heads
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        answer = F.linear(mixed.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
         return answer if self.batch_first else answer.transpose(0, 1), None
+
+
+def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """A mask to add to the scores; a boolean one says which not to attend to."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask, float("-inf"))

@@ -28,13 +28,14 @@ class Cut:
 
     `kept` names the tensors that shrink, with the indices kept along each axis, and `shapes` what they were before;
     `sizes` are the numbers that modules remember, by the module's name and the attribute's; `swapped` are the attention
-    modules that give way to `Attention`.
+    modules that give way to `Attention`; `added` are biases that the smaller network has and the larger one has not.
     """
 
     kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)
     swapped: list[str] = field(default_factory=list)
     shapes: dict[str, list[int]] = field(default_factory=dict)
+    added: list[str] = field(default_factory=list)
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a tensor that is kept."""
@@ -62,9 +63,14 @@ class Cut:
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Shrink a model in place; tensors that are shared stay shared."""
+        self._check(model)
         for name in self.swapped:
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, Attention.of(model.get_submodule(name)))
+            setattr(model.get_submodule(owner), attribute, Attention.of(_attention(model, name)))
+        for name in self.added:
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if layer.bias is None:
+                layer.bias = nn.Parameter(_weight(layer).new_zeros(_weight(layer).shape[0]))
         small = self._slices(model)
         for name, tensor in _tensors(model):
             if id(tensor) in small:
@@ -73,6 +79,27 @@ class Cut:
         for owner, numbers in self.sizes.items():
             for attribute, number in numbers.items():
                 setattr(model.get_submodule(owner), attribute, number)
+
+    def _check(self, model: nn.Module) -> None:
+        """Refuse a model that this was not made for, before anything is changed."""
+        known = {name: list(tensor.shape) for name, tensor in _tensors(model)}
+        modules = dict(model.named_modules())
+        for name, shape in self.shapes.items():
+            if name not in self.added and known.get(name) != shape:
+                raise ModelError(f"the cut is of another model: {name!r} is {known.get(name)} here and {shape} there")
+        for name, axes in self.kept.items():
+            for axis, indices in axes.items():
+                if name not in self.shapes or not 0 <= axis < len(self.shapes[name]):
+                    raise ModelError(f"the cut has no shape for axis {axis} of {name!r}")
+                if not indices or not 0 <= min(indices) <= max(indices) < self.shapes[name][axis]:
+                    raise ModelError(f"the cut keeps indices of {name!r} that are not there")
+        for owner, numbers in self.sizes.items():
+            for attribute, number in numbers.items():
+                if owner not in modules or type(getattr(modules[owner], attribute, None)) is not int or number < 1:
+                    raise ModelError(f"the cut sets {owner}.{attribute} to {number}: no such number in this model")
+        for name in self.swapped:
+            if not isinstance(modules.get(name), nn.MultiheadAttention):
+                raise ModelError(f"the cut replaces {name!r}, which is no attention of this model")
 
     def _slices(self, model: nn.Module) -> dict[int, Tensor]:
         """The small tensors by the large ones' ids."""
@@ -91,25 +118,27 @@ class Cut:
         self.apply(small)
         return small
 
-    def follow(self, model: nn.Module, small: nn.Module, optimizer: Optimizer) -> dict[int, Any]:
-        """The optimiser's state of each parameter of the model, cut alike, by the small network's parameter's id."""
-        found = {}
+    def carry(self, optimizer: Optimizer, model: nn.Module, small: nn.Module) -> None:
+        """Let an optimiser of the model step the smaller network from now on, its state (momentum) cut alike."""
         theirs = dict(small.named_parameters())
-        for name, parameter in model.named_parameters():
-            state = optimizer.state.get(parameter)
-            if state:
-                found[id(theirs[name])] = {
-                    key: self.slice(name, value).clone()
-                    if isinstance(value, Tensor) and value.shape == parameter.shape
-                    else value
-                    for key, value in state.items()
-                }
-        return found
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                if name is None:
+                    continue  # not one of the model's
+                state = optimizer.state.pop(parameter, None)
+                group["params"][place] = theirs[name]
+                if state is not None:
+                    optimizer.state[theirs[name]] = {
+                        key: self.slice(name, value) if _is_like(value, parameter) else value
+                        for key, value in state.items()
+                    }
 
     def as_dict(self) -> dict[str, Any]:
         """The description as plain data."""
         kept = {name: {str(axis): indices for axis, indices in axes.items()} for name, axes in self.kept.items()}
-        return {"kept": kept, "sizes": self.sizes, "swapped": self.swapped, "shapes": self.shapes}
+        return {"kept": kept, "sizes": self.sizes, "swapped": self.swapped, "shapes": self.shapes, "added": self.added}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Cut":
@@ -119,17 +148,18 @@ class Cut:
             sizes = {m: {str(a): int(v) for a, v in values.items()} for m, values in content["sizes"].items()}
             swapped = [str(name) for name in content["swapped"]]
             shapes = {str(name): [int(size) for size in shape] for name, shape in content["shapes"].items()}
+            added = [str(name) for name in content["added"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ModelError(f"no description of a smaller network: {error}") from error
-        return cls(kept, sizes, swapped, shapes)
+            raise ModelError(f"this describes no smaller network: {type(error).__name__} {error}") from error
+        return cls(kept, sizes, swapped, shapes, added)
 
 
 def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collection[int]) -> Cut:
     """What is left when these atoms go."""
-    gone = torch.tensor(sorted(dead), dtype=torch.long)
+    gone = trace.atoms.flags(dead)
     kept: dict[str, dict[int, list[int]]] = {}
-    for site in trace.sites:
-        stays = ~torch.isin(trace.atoms.find(site.atoms), gone)
+    for site, roots in zip(trace.sites, trace.roots, strict=True):
+        stays = ~gone[roots]
         if not bool(stays.all()):
             kept.setdefault(site.name, {})[site.axis] = stays.nonzero().reshape(-1).tolist()
     grouped = {use.name for use in trace.uses if use.reads is None}
@@ -141,12 +171,15 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
             now = sizes.setdefault(owner, {}).get(attribute, getattr(model.get_submodule(owner), attribute))
             sizes[owner][attribute] = now - share * removed
         swapped += space.swaps if removed else []
-    for name in kept:
-        owner, _, attribute = name.rpartition(".")
-        numbers = _sizes(model.get_submodule(owner), attribute, kept[name], name in grouped)
-        if numbers:
-            sizes.setdefault(owner, {}).update(numbers)
     before = dict(_tensors(model))
+    cut = {id(before[name]): name for name in kept}
+    for alias, tensor in before.items():  # a shared tensor has several owners, and all of them remember its size
+        if id(tensor) in cut:
+            owner, _, attribute = alias.rpartition(".")
+            name = cut[id(tensor)]
+            numbers = _sizes(model.get_submodule(owner), attribute, kept[name], name in grouped)
+            if numbers:
+                sizes.setdefault(owner, {}).update(numbers)
     shapes = {name: list(before[name].shape) for name in kept}
     return Cut(kept, sizes, list(dict.fromkeys(swapped)), shapes)
 
@@ -169,6 +202,22 @@ def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], gro
         names = ("in_channels", "out_channels") if isinstance(module, _TRANSPOSED) else ("out_channels", "in_channels")
         return {name: left[axis] for axis, name in enumerate(names) if axis in left}
     return {}
+
+
+def _attention(model: nn.Module, name: str) -> nn.MultiheadAttention:
+    found = model.get_submodule(name)
+    assert isinstance(found, nn.MultiheadAttention)
+    return found
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -1,10 +1,10 @@
 """What channels cost: the tariffs of FLOPs, MACs, parameters and memory.
 
-    FLOPs        positions · gives · (2 · kernel · reads + 1) of every weight, as the paper counts them (a multiply-add is
-                 two, less one for the first sum, plus a bias and an activation)
-    MACs         positions · kernel · reads · gives
-    parameters   all of them, biases and norms too
-    memory       bytes of the parameters and of what the layers write for one image, in 32 bit
+FLOPs        positions · gives · (2 · kernel · reads + 1) of every weight, as the paper counts them (a multiply-add
+             is two, less one for the first sum, plus a bias and an activation)
+MACs         positions · kernel · reads · gives
+parameters   all of them, biases and norms too
+memory       bytes of the parameters and of what the layers write for one image, in 32 bit
 """
 
 import math
@@ -13,46 +13,41 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from harp.channels.spaces import Product
-from harp.channels.tracing import Trace, Use, trace
+from harp.channels.tracing import Site, Trace, Use, trace
 
 _BYTES = 4
 
 
 def flops(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """FLOPs for one image."""
-    for use in trace.uses:
+    for use in (*trace.uses, *trace.computed):
         yield Product(2 * use.kernel * use.positions, _reads(use), use.gives)
         yield Product(use.positions, 1, use.gives)
 
 
 def macs(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Multiply-accumulates for one image."""
-    for use in trace.uses:
+    for use in (*trace.uses, *trace.computed):
         yield Product(use.kernel * use.positions, _reads(use), use.gives)
 
 
 def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Parameters."""
-    weights = {use.name: use for use in trace.uses}
-    sites: dict[str, list[int]] = {}
-    for number, site in enumerate(trace.sites):
-        sites.setdefault(site.name, []).append(number)
+    sites: dict[str, list[Site]] = {}
+    for site, shared in zip(trace.sites, trace.shared(), strict=True):
+        if shared:  # other axes stay as they are
+            sites.setdefault(site.name, []).append(site)
     for name, parameter in model.named_parameters():
-        if name in weights and weights[name].reads is None:
-            yield Product(parameter[0].numel(), 1, weights[name].gives)
-        elif len(sites.get(name, [])) in (1, 2):
-            axes = [trace.sites[number] for number in sites[name]]
-            rest = math.prod(parameter.shape) // math.prod(parameter.shape[site.axis] for site in axes)
-            yield Product(rest, axes[0].atoms, axes[1].atoms if len(axes) == 2 else 1)
-        else:
-            yield Product(parameter.numel(), 1, 1)
+        axes = sites.get(name, [])
+        rest = parameter.numel() // math.prod(parameter.shape[site.axis] for site in axes)
+        yield Product(rest, *(site.atoms for site in axes), *[1] * (2 - len(axes)))
 
 
 def memory(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Bytes of the parameters and of all layers' results for one image."""
     for product in parameters(model, trace):
         yield Product(_BYTES * product.price, product.reads, product.gives)
-    for use in trace.uses:
+    for use in (*trace.uses, *trace.computed):
         yield Product(_BYTES * use.positions, 1, use.gives)
 
 

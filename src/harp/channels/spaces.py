@@ -5,8 +5,8 @@ stage or the hidden width of a block: any of its channels may go, so it is the "
 the name of the first weight that reads it.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +27,7 @@ class Space:
     atoms: list[int]
     readers: list[str]  # weights that read it
     givers: list[str]  # weights, and vectors beside them, along which its channels lie
-    numbers: dict[tuple[str, str], int] = field(default_factory=dict)  # modules' attributes: what a channel adds to them
+    numbers: dict[tuple[str, str], int] = field(default_factory=dict)  # what a channel adds to a module's attribute
     swaps: list[str] = field(default_factory=list)  # attention modules that can't have fewer heads themselves
 
 
@@ -47,19 +47,19 @@ def spaces(trace: Trace) -> tuple[list[Space], list[Whole]]:
     for number, site in enumerate(trace.sites):
         for atom in trace.atoms.find(site.atoms).tolist():
             places[atom][number] += 1
-    alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for number, part in enumerate(_parts(trace), start=len(trace.sites)):  # costs tell apart what sites don't
+        for atom in trace.atoms.find(part).tolist():
+            places[atom][number] += 1
+    alike: dict[tuple[tuple[int, int], ...], dict[int, None]] = {}
     for site in trace.sites:  # in the order in which they are read
         for atom in trace.atoms.find(site.atoms).tolist() if site.reads else ():
-            members = alike.setdefault(tuple(sorted(places[atom].items())), [])
-            if atom not in places or atom in members[-1:]:
-                continue
-            members.append(atom)
+            alike.setdefault(tuple(sorted(places[atom].items())), {})[atom] = None
     found, whole = [], []
     for signature, members in alike.items():
-        sites = [trace.sites[number] for number, _ in signature]
+        sites = [trace.sites[number] for number, _ in signature if number < len(trace.sites)]
         readers = list(dict.fromkeys(site.name for site in sites if site.reads))
         givers = [site.name for site in sites if not site.reads]
-        atoms = list(dict.fromkeys(members))
+        atoms = list(members)
         free = [atom for atom in atoms if atom not in locked]
         if free and givers:
             found.append(Space(readers[0], free, readers, givers))
@@ -69,10 +69,24 @@ def spaces(trace: Trace) -> tuple[list[Space], list[Whole]]:
     return _named_apart(found), whole
 
 
+def _parts(trace: Trace) -> Iterator[Tensor]:
+    """What is read and given at each use of a weight."""
+    for use in trace.uses:
+        yield use.gives
+        if use.reads is not None:
+            yield use.reads
+
+
 def _named_apart(found: list[Space]) -> list[Space]:
     """A weight that reads several spaces (a concatenation) lends its name to all; then the giver's is added."""
     names = [space.name for space in found]
-    return [s if names.count(s.name) == 1 else replace(s, name=f"{s.name} ({s.givers[0]})") for s in found]
+    named = [s if names.count(s.name) == 1 else replace(s, name=f"{s.name} ({s.givers[0]})") for s in found]
+    seen: Counter[str] = Counter()
+    for number, space in enumerate(named):
+        seen[space.name] += 1
+        if seen[space.name] > 1:
+            named[number] = replace(space, name=f"{space.name} {seen[space.name]}")
+    return named
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,7 @@ class Product:
 class Tariff:
     """What counts of channels cost: a sum of products of two sums, each linear in the counts.
 
-        cost(n) = Σ_t price_t · (R n + r)_t · (G n + g)_t
+    cost(n) = Σ_t price_t · (R n + r)_t · (G n + g)_t
     """
 
     prices: Matrix

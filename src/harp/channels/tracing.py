@@ -1,9 +1,10 @@
 """Following channels through a model: which entries of which weights live or die together.
 
 The model is run once on an example, and every operation that reaches PyTorch's dispatcher is seen with its real
-tensors, so any control flow in Python is simply followed. Beside each tensor goes a tensor of atoms (`atoms.py`):
+tensors, so any control flow in Python is simply followed. Beside each tensor goes a tensor of labels (`labels.py`),
+which name the atoms (`atoms.py`) of its entries:
 
-* data movement (views, permutations, concatenation, windows of a shifted transformer, …) is done to the atoms as well;
+* data movement (views, permutations, concatenation, windows of a shifted transformer, …) is done to the labels as well;
 * element-wise operations join the atoms of entries that meet: residual sums, gates, biases, norms' affine parameters;
 * a convolution or a matrix product reads channels and gives new ones. Its reader's side joins the atoms it reads, and
   a grouped convolution joins what a group reads with what it gives;
@@ -11,14 +12,18 @@ tensors, so any control flow in Python is simply followed. Beside each tensor go
 * whatever mixes channels without a weight that could be masked (layer norm, a mean over channels), fixes a shape, or
   isn't known here, locks the channels it touches, and the reason names the operation and the line of the model.
 
-So nothing is known here of any architecture, and nothing that isn't understood is ever pruned.
+So nothing is known here of any architecture, and nothing that isn't understood is ever pruned. Layers that run in
+training only, such as auxiliary heads, are followed in a second run, so that they still fit when channels are cut out.
 """
 
+import dataclasses
+import logging
 import math
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,25 +31,38 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harp.channels import lines
 from harp.channels.atoms import Atoms
+from harp.channels.labels import alike, along, core, cores, first, still, tidy, varying
 from harp.errors import ModelError
 
 aten = torch.ops.aten
+logger = logging.getLogger("harp")
 
 _MOVES = {
     aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.expand, aten.slice,
     aten.select, aten.squeeze, aten.unsqueeze, aten.split, aten.split_with_sizes, aten.unbind, aten.cat, aten.stack,
-    aten.flip, aten.roll, aten.repeat, aten.index_select, aten.index, aten.constant_pad_nd, aten.pixel_shuffle,
-    aten.pixel_unshuffle, aten.channel_shuffle, aten.native_channel_shuffle, aten.unfold, aten.im2col,
-    aten._reshape_alias, aten.view_as_real, aten.diagonal, aten.reflection_pad2d, aten.replication_pad2d,
-    aten.movedim, aten.swapaxes, aten.narrow, aten._reshape_copy, aten.tile, aten.rot90, aten.slice_copy,
+    aten.flip, aten.roll, aten.repeat, aten.index_select, aten.index, aten.pixel_shuffle, aten.pixel_unshuffle,
+    aten.channel_shuffle, aten.native_channel_shuffle, aten.unfold, aten._reshape_alias, aten.view_as_real,
+    aten.diagonal, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d, aten.replication_pad1d,
+    aten.replication_pad2d, aten.replication_pad3d, aten.movedim, aten.swapaxes, aten.narrow, aten._reshape_copy,
+    aten.tile, aten.rot90, aten.slice_copy,
 }  # fmt: skip
+_PLACED = {  # these count on where a channel lies among the others
+    aten.slice, aten.select, aten.roll, aten.split, aten.split_with_sizes, aten.index, aten.index_select, aten.narrow,
+    aten.unbind, aten.unfold, aten.diagonal, aten.slice_copy,
+}  # fmt: skip
+_SPLITS = {aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten._reshape_copy}
 _SAME = {aten._to_copy, aten.detach, aten.alias, aten.contiguous, aten.lift_fresh, aten.clone}
-_POINTWISE = {aten.hardswish, aten.hardswish_, aten._prelu_kernel, aten.prelu, aten.native_dropout, aten.rrelu_with_noise}
-_CREATES = {
-    aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like, aten.ones_like, aten.full_like,
-    aten.empty_like, aten.new_empty_strided, aten.sym_size, aten.is_same_size,
+_POINTWISE = {
+    aten.hardswish, aten.hardswish_, aten._prelu_kernel, aten.prelu, aten.native_dropout, aten.rrelu_with_noise,
 }  # fmt: skip
+_LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.rand_like, aten.randn_like}
+_CREATES = {
+    aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.new_empty_strided, aten.sym_size,
+    aten.is_same_size,
+}  # fmt: skip
+_DECIDES = {aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero}
 _REDUCTIONS = {
     aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.max, aten.min, aten.linalg_vector_norm,
     aten.logsumexp, aten.norm, aten.var_mean, aten.std_mean,
@@ -90,87 +108,214 @@ class Trace:
     atoms: Atoms
     sites: list[Site]
     uses: list[Use]
+    computed: list[Use] = field(default_factory=list)  # of weights that are no parameters: they cost, and stay
+    placed: list[tuple[Tensor, str]] = field(default_factory=list)  # atoms whose place counts, and where
+    trains_more: bool = False  # whether layers run in training that don't run otherwise
+
+    @cached_property
+    def roots(self) -> list[Tensor]:
+        """The representatives of the atoms of each site."""
+        return [self.atoms.find(site.atoms) for site in self.sites]
+
+    def shared(self) -> list[bool]:
+        """For each site, whether some of its atoms lie along another axis as well."""
+        counts: Counter[int] = Counter()
+        for roots in self.roots:
+            counts.update(set(roots.tolist()))
+        return [any(counts[atom] > 1 for atom in roots.tolist()) for roots in self.roots]
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def trace(model: nn.Module, example: Tensor) -> Trace:
-    """Run the model in eval mode on an example and follow its channels. The model is left as it was."""
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    fast = torch.backends.mha.get_fastpath_enabled()
-    watch = _Watch(model, example)
+    """Run the model in eval mode on the first image and follow its channels. The model is left as it was."""
+    image = example[:1].clone()
+    with _slow_attention(), untouched(model):
+        watch = _Watch(model, image)
+        try:
+            with watch:
+                answer = model(image)
+        except ModelError:
+            raise
+        except Exception as error:  # forward may do anything
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ModelError(f"the model can't run on an example of shape {tuple(image.shape)}: {reason}") from error
+        watch.finish(answer)
+        return watch.found(_follow_training(model, watch, image))
+
+
+def _follow_training(model: nn.Module, watch: "_Watch", image: Tensor) -> bool:
+    """Follow what else runs in training, if some parameters were not seen; whether there is such a thing."""
+    uses, computed, sites = list(watch.uses), list(watch.computed), len(watch.axes)
+    if watch.seen_all():
+        return False
+    training(model)
     try:
-        for module, _ in flags:
-            module.training = False
-        torch.backends.mha.set_fastpath_enabled(False)  # one opaque operation otherwise
         with watch:
-            answer = model(example)
-    except ModelError:
-        raise
-    except Exception as error:  # forward may do anything
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ModelError(f"the model can't run on an example of shape {tuple(example.shape)}: {first}") from error
+            watch.finish(model(image))
+    except Exception as error:  # it may want labels, or more than one image: then nothing is known of it
+        logger.debug("training mode is not followed: %s", error)
+    watch.uses, watch.computed = uses, computed  # costs are those of eval mode
+    return len(watch.axes) > sites
+
+
+def training(model: nn.Module) -> None:
+    """Training mode for all but norms, which would note statistics of the batch."""
+    for module in model.modules():
+        module.training = not isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while, with buffers that may be written; the model and the generators are left as they were."""
+    before = [(module, module.training, module._buffers) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    try:
+        for module, _, buffers in before:
+            module.training = False
+            kept = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
+            module._buffers = kept
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        for module, flag, buffers in before:
+            module.training, module._buffers = flag, buffers
+
+
+@contextmanager
+def _slow_attention() -> Iterator[None]:
+    """Keep transformers from their fast path, which is one opaque operation."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-        for module, flag in flags:
-            module.training = flag
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-    return watch.finish(answer)
 
 
-class _Watch(TorchDispatchMode):
-    """The atoms beside every tensor of a run.
+def tensors_of(answer: Any) -> list[Tensor]:
+    """The tensors of a model's answer, also of a class of somebody's own."""
+    found, waiting, seen = [], [answer], set()
+    while waiting:
+        for leaf in tree_leaves(waiting.pop(0)):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                fields = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
+                waiting.append([*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name) for name in fields)])
+    return found
 
-    A record is a list of label tensors of the tensor's shape: one for activations, one for each axis of a weight.
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The labels beside every tensor of a run.
+
+    A record is a list of labels of the tensor's shape: one for activations, one for each axis of a weight.
     """
 
-    def __init__(self, model: nn.Module, example: Tensor) -> None:
-        super().__init__()
+    def __init__(self, model: nn.Module, image: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
         self.atoms = Atoms()
-        self.batch = len(example)
         self.named: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.named.setdefault(id(tensor), (name, tensor))
+        self.parameters = {name for name, _ in model.named_parameters()}
         self.records: dict[int, tuple[Tensor, list[Tensor]]] = {}  # tensors are held, so that ids stay theirs
-        self.origin: dict[int, str] = {}  # what a record of several axes is a view of
+        self.origin: dict[int, str] = {}  # which weight a tensor is a view of; "computed" if it is made of weights
         self.axes: dict[tuple[str, int], Tensor] = {}
         self.reads: set[tuple[str, int]] = set()
         self.uses: list[Use] = []
-        channels = self.atoms.fresh(example.shape[1])
+        self.computed: list[Use] = []
+        self.voids: list[str] = []  # the reason for each negative label, from -1 downwards
+        self.pieces: list[tuple[list[Tensor], str]] = []
+        self.placed: list[tuple[Tensor, str]] = []
+        channels = self.atoms.fresh(image.shape[1])
         self.atoms.lock(channels, "the model's input")
-        self.give(example, _along(channels, 1, example.shape))
+        self.give(image, along(channels, 1, image.shape))
 
-    def finish(self, answer: Any) -> Trace:
-        """What was found, after locking what the model answers."""
-        for leaf in tree_leaves(answer):
-            if isinstance(leaf, Tensor) and (record := self.record(leaf)):
-                self.atoms.lock(record[0], "the model's output")
+    def finish(self, answer: Any) -> None:
+        """Lock what the model answers."""
+        leaves = [leaf for leaf in tensors_of(answer) if leaf.is_floating_point()]
+        if not leaves:
+            raise ModelError(f"{type(self.model).__name__} answers no tensor of numbers: channels can't be tried on it")
+        self.lock(leaves, "the model's output")
+
+    def found(self, trains_more: bool) -> Trace:
+        """What was found, after locking what would be torn apart."""
+        for pieces, where in self.pieces:
+            held = [torch.sort(self.atoms.find(each)).values for each in pieces]
+            if any(not torch.equal(held[0], other) for other in held[1:]):
+                self.atoms.lock(torch.cat(held), f"{where} needs parts of equal width")
         sites = [Site(name, axis, atoms, (name, axis) in self.reads) for (name, axis), atoms in self.axes.items()]
-        return Trace(self.atoms, sites, self.uses)
+        trace = Trace(self.atoms, sites, self.uses, self.computed, self.placed, trains_more)
+        axes: Counter[str] = Counter()
+        for site, shared in zip(sites, trace.shared(), strict=True):
+            axes[site.name] += shared
+            if axes[site.name] > 2:
+                self.atoms.lock(site.atoms, f"{site.name} lies along channels of three kinds")
+        return trace
+
+    def seen_all(self) -> bool:
+        """Whether every parameter was used."""
+        seen = {name for name, _ in self.axes}
+        return all(name in seen or parameter.ndim < 2 for name, parameter in self.model.named_parameters())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # operations arrive here whole then
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         result = func(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(self.record(tensor) is not None for tensor in inputs):
+        known = [tensor for tensor in inputs if self.is_known(tensor)]
+        if known:
+            constant = all(id(tensor) in self.origin or id(tensor) not in self.records for tensor in known)
+            self.written(func, args, known)
             self.rule(func)(func, args, kwargs, inputs, result)
+            for tensor in _tensors(result) if constant else ():
+                self.origin.setdefault(id(tensor), "computed")
         return result
 
     # -- records ------------------------------------------------------------------------------------------------------
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the input or is a weight."""
+        return id(tensor) in self.records or (
+            id(tensor) in self.named and tensor.is_floating_point() and bool(tensor.ndim)
+        )
 
     def record(self, tensor: Tensor) -> list[Tensor] | None:
         """The labels of a tensor that depends on the input or is a weight; None for constants."""
         if id(tensor) in self.records:
             return self.records[id(tensor)][1]
-        if id(tensor) in self.named and tensor.is_floating_point() and tensor.ndim:
+        if self.is_known(tensor):
             name = self.named[id(tensor)][0]
             wide = [axis for axis in range(tensor.ndim) if tensor.shape[axis] > 1] or [0]
-            labels = [_along(self.axis(name, tensor, axis), axis, tensor.shape) for axis in wide]
+            axes = [0, 1] if tensor.ndim == 2 else wide
+            labels = [along(self.axis(name, tensor, axis), axis, tensor.shape) for axis in axes]
             self.records[id(tensor)] = (tensor, labels)
             self.origin[id(tensor)] = name
             return labels
         return None
+
+    def labels(self, tensor: Tensor) -> Tensor:
+        """The labels of what is no weight of several axes; 0 for constants."""
+        record = self.record(tensor)
+        if record is None:
+            return alike(0, tensor.shape)
+        return next((labels for labels in record if varying(labels)), record[0])
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight with more than one axis, or a view of one."""
+        return sum(bool(varying(labels)) for labels in self.record(tensor) or []) > 1
+
+    def is_matrix(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight that can be multiplied by, also if it has one row or column only."""
+        return len(self.record(tensor) or []) == 2
 
     def axis(self, name: str, tensor: Tensor, axis: int) -> Tensor:
         """The atoms of a weight's axis."""
@@ -178,84 +323,101 @@ class _Watch(TorchDispatchMode):
             self.axes[name, axis] = self.atoms.fresh(tensor.shape[axis])
         return self.axes[name, axis]
 
-    def give(self, tensor: Tensor, labels: Tensor | None) -> None:
-        """Set an activation's labels; None: it depends on the input but has no channels."""
-        if labels is None:
-            labels = torch.zeros((), dtype=torch.long).expand(tensor.shape)
-        self.records[id(tensor)] = (tensor, [_tidy(labels)])
+    def give(self, tensor: Tensor, labels: Tensor) -> None:
+        """Set an activation's labels."""
+        self.records[id(tensor)] = (tensor, [tidy(labels)])
         self.origin.pop(id(tensor), None)
 
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight with more than one axis, or a view of one."""
-        return len(self.record(tensor) or []) > 1
+    def void(self, tensors: Iterable[Tensor], reason: str) -> None:
+        """Let tensors depend on the input but have no channels."""
+        self.voids.append(reason)
+        for tensor in tensors:
+            self.give(tensor, alike(-len(self.voids), tensor.shape))
 
     def lock(self, tensors: Iterable[Tensor], reason: str) -> None:
         """Lock all that these tensors hold."""
         for tensor in tensors:
             for labels in self.record(tensor) or []:
-                self.atoms.lock(_core(labels), reason)
+                self.atoms.lock(core(labels), reason)
 
-    def channels(self, tensor: Tensor, axis: int, what: str) -> Tensor:
-        """The atom of each index along an axis; entries of one index share their fate."""
-        record = self.record(tensor)
-        if record is None or len(record) > 1:
+    def lock_beside(self, atoms: Tensor, partners: Tensor, where: str) -> None:
+        """Lock atoms that meet something without channels, for its reason."""
+        lost = (partners <= 0) & (atoms > 0)
+        for label in torch.unique(partners[lost]).tolist():
+            reason = self.voids[-label - 1] if label < 0 else f"{where} takes a constant beside it"
+            self.atoms.lock(atoms[lost & (partners == label)], reason)
+
+    def where(self, func: Any) -> str:
+        """An operation and the line of the model that calls it."""
+        return f"{func._schema.name.removeprefix('aten::')} at {lines.running(self.model)}"
+
+    def channels(self, tensor: Tensor, axis: int, where: str) -> Tensor:
+        """The label of each index along an axis; entries of one index share their fate."""
+        if self.is_weight(tensor):
             return torch.zeros(tensor.shape[axis], dtype=torch.long)
-        labels = _core(record[0], keep=axis).movedim(axis, 0).reshape(tensor.shape[axis], -1)
-        first = labels[:, 0].contiguous()
+        labels = core(self.labels(tensor), keep=axis).movedim(axis, 0).reshape(tensor.shape[axis], -1)
+        leading = labels[:, 0].contiguous()
         if labels.shape[1] > 1:
-            self.atoms.join(labels, first[:, None].expand_as(labels))
-            torn = (labels == 0).any(dim=1)
-            if bool(torn.any()):
-                self.atoms.lock(labels[torn], f"{what} reads it together with what is no channel")
-                first = torch.where(torn, 0, first)
-        return first
+            self.atoms.join(labels, leading[:, None].expand_as(labels))
+            least = labels.min(dim=1).values
+            self.lock_beside(labels, least[:, None].expand_as(labels), where)
+            leading = torch.where(least <= 0, least, leading)
+        return leading
 
     # -- rules --------------------------------------------------------------------------------------------------------
 
     def rule(self, func: Any) -> Callable[..., None]:
         """How an operation acts on channels."""
         packet = func._overloadpacket
-        if packet in (aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero):
-            return self.refuse
-        if packet in _CREATES:
-            return _nothing
-        if packet in _SAME:
-            return self.same
-        if packet is aten.copy_:
-            return self.copy
-        if packet in _MOVES:
-            return self.move
-        if packet is aten.convolution:
-            return self.convolution
-        if packet in (aten.mm, aten.addmm):
-            return self.matrix_product
-        if packet in (aten.bmm, aten.baddbmm):
-            return self.batched_product
-        if packet in _ATTENTION:
-            return self.attention
-        if packet in _BATCH_NORMS:
-            return self.batch_norm
-        if packet is aten._softmax or packet is aten._log_softmax:
-            return self.softmax
-        if packet in _REDUCTIONS:
-            return self.reduction
+        for packets, rule in self.rules():
+            if packet in packets:
+                return rule
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self.random
         if "pool" in packet.__name__ or "upsample" in packet.__name__:
             return self.window
-        if packet in _POINTWISE or torch.Tag.pointwise in func.tags:
-            return self.pointwise
-        return self.unknown
+        return self.pointwise if torch.Tag.pointwise in func.tags else self.unknown
+
+    def rules(self) -> Iterator[tuple[set[Any], Callable[..., None]]]:
+        """The operations that are known by name."""
+        yield _DECIDES, self.refuse
+        yield _CREATES, _nothing
+        yield _SAME, self.same
+        yield _LIKE, self.same_shape
+        yield {aten.copy_}, self.copy
+        yield _MOVES, self.move
+        yield {aten.constant_pad_nd}, self.pad
+        yield {aten.im2col}, self.patches
+        yield {aten.glu}, self.gate
+        yield {aten.convolution}, self.convolution
+        yield {aten.mm, aten.addmm}, self.matrix_product
+        yield {aten.bmm, aten.baddbmm}, self.batched_product
+        yield _ATTENTION, self.attention
+        yield _BATCH_NORMS, self.batch_norm
+        yield {aten._softmax, aten._log_softmax}, self.softmax
+        yield _REDUCTIONS, self.reduction
+        yield _POINTWISE, self.pointwise
+
+    def written(self, func: Any, args: Any, known: list[Tensor]) -> None:
+        """Lock what is written into a part of a constant: the rest of it is not seen here."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+            if writes and value._is_view() and value._base is not None and not self.is_known(value._base):
+                reason = f"{self.where(func)} writes into a part of a tensor"
+                self.lock(known, reason)
+                self.void([value._base], reason)
 
     def refuse(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """The model asks for a value and may go another way the next time."""
-        if all(id(tensor) in self.origin for tensor in inputs if self.record(tensor)):
+        if all(id(tensor) in self.origin for tensor in inputs if id(tensor) in self.records):
             return  # of its own weights only: the same at every call
-        raise ModelError(f"forward decides by the values it computes ({_where(func)}): channels can't be followed")
+        raise ModelError(f"forward decides by the values it computes ({self.where(func)}): channels can't be followed")
 
     def unknown(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Lock what an operation touches that isn't understood."""
-        self.lock(inputs, f"{_where(func)} mixes channels")
-        for tensor in _tensors(result):
-            self.give(tensor, None)
+        reason = f"{self.where(func)} mixes channels"
+        self.lock(inputs, reason)
+        self.void(_tensors(result), reason)
 
     def same(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
         """A copy."""
@@ -265,235 +427,336 @@ class _Watch(TorchDispatchMode):
         if id(args[0]) in self.origin:
             self.origin[id(result)] = self.origin[id(args[0])]
 
+    def same_shape(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
+        """A constant whose shape follows that of an activation."""
+        if not self.is_weight(args[0]):
+            self.give(result, self.labels(args[0]))
+
     def copy(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
         """Writing into a tensor: what is written into a part of another can't be followed."""
         target, source = args[:2]
         if target._is_view() or self.is_weight(source):
-            self.lock(inputs, f"{_where(func)} writes into a part of a tensor")
-            if target._base is not None and self.record(target._base) is None:
-                self.give(target._base, None)
-        record = self.record(source)
-        self.give(target, None if record is None or len(record) > 1 else record[0].expand(target.shape))
+            reason = f"{self.where(func)} writes into a part of a tensor"
+            self.lock(inputs, reason)
+            self.void([target], reason)
+        else:
+            self.give(target, self.labels(source).expand(target.shape))
 
     def move(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Do to the labels what is done to the tensors."""
-        records = {id(tensor): self.record(tensor) for tensor in inputs if tensor.is_floating_point()}
-        several = max(len(record or []) for record in records.values())
-        if several > 1 and len(records) > 1:
+        data, indices = inputs, []
+        if func._overloadpacket in (aten.index, aten.index_select):
+            data, indices = inputs[:1], inputs[1:]
+        weights = any(self.is_weight(tensor) for tensor in data) or (len(data) == 1 and self.is_matrix(data[0]))
+        if (weights and len(data) > 1) or any(self.is_known(tensor) for tensor in indices):
             return self.unknown(func, args, kwargs, inputs, result)
-        if func._overloadpacket in (aten.view, aten._unsafe_view):
-            func = aten.reshape.default  # labels have other strides
-        moved: list[Any] = []
-        for number in range(several):
+        records = {id(t): (self.record(t) or []) if weights else [self.labels(t)] for t in data}
+        moved = []
+        for number in range(len(records[id(data[0])])):
             plain = tree_map(lambda leaf, n=number: _label_of(leaf, records, n), (args, kwargs))
             try:
-                moved.append(func(*plain[0], **plain[1]))
-            except RuntimeError:  # some kernels know no integers
-                doubles = tree_map(_as_double, plain)
-                moved.append(tree_map(lambda leaf: leaf.long(), func(*doubles[0], **doubles[1])))
+                moved.append(_moved(func, *plain))
+            except (RuntimeError, TypeError):
+                return self.unknown(func, args, kwargs, inputs, result)
+        if len(moved) == data[0].ndim == 2 and _swaps(func, args):
+            moved.reverse()  # of a matrix with one entry nothing else tells which of its axes is which
         for tensor, *labels in zip(_tensors(result), *map(_tensors, moved), strict=True):
-            self.records[id(tensor)] = (tensor, [_tidy(each) for each in labels])
-            if several > 1 or all(id(each) in self.origin for each in inputs if id(each) in records):
-                self.origin[id(tensor)] = next(self.origin[id(each)] for each in inputs if id(each) in self.origin)
+            self.records[id(tensor)] = (tensor, [tidy(each) for each in labels])
+            self.origin.pop(id(tensor), None)
+            if all(id(each) in self.origin for each in data):  # all of it is made of weights
+                self.origin[id(tensor)] = self.origin[id(data[0])] if len(data) == 1 else "computed"
+        self.note_places(func, args, data, result)
         return None
+
+    def note_places(self, func: Any, args: Any, data: list[Tensor], result: Any) -> None:
+        """Remember which channels are told apart by where they lie, and what is split into equal parts."""
+        packet = func._overloadpacket
+        splits = packet in _SPLITS and any(
+            len(varying(new)) > len(varying(old))
+            for old, new in zip(self.record(data[0]) or [], self.record(_tensors(result)[0]) or [], strict=True)
+        )
+        if packet not in _PLACED and not splits:
+            return
+        axis = args[2] if packet is aten.split and len(args) > 2 else 0
+        for labels in self.record(data[0]) or []:
+            if varying(labels) and bool((core(labels) > 0).any()):
+                self.placed.append((core(labels).reshape(-1), self.where(func)))
+            if packet is aten.split and not still(labels, axis % labels.ndim):
+                parts = torch.split(core(labels), args[1], axis)
+                self.pieces.append(([part.reshape(-1) for part in parts], self.where(func)))
+
+    def pad(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
+        """Padding: more positions of the same channels, or constants among the channels."""
+        if self.is_weight(args[0]):
+            return self.unknown(func, args, kwargs, inputs, result)
+        labels, sides = self.labels(args[0]), list(args[1])
+        for axis in range(labels.ndim):
+            number = 2 * (labels.ndim - 1 - axis)
+            if number < len(sides) and still(labels, axis):
+                labels = labels.narrow(axis, 0, 1).expand(
+                    *labels.shape[:axis], result.shape[axis], *labels.shape[axis + 1 :]
+                )
+                sides[number : number + 2] = [0, 0]
+        self.give(result, func(labels, sides, 0) if any(sides) else labels)
+        return None
+
+    def patches(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
+        """Patches side by side: every channel as often as a patch has positions."""
+        labels = self.labels(args[0])
+        if self.is_weight(args[0]) or any(axis != 1 for axis in varying(labels)):
+            return self.unknown(func, args, kwargs, inputs, result)
+        ids = labels[0, :, 0, 0].repeat_interleave(math.prod(args[1]))
+        self.give(result, along(ids, 1, result.shape))
+        return None
+
+    def random(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
+        """Random numbers of the shape of an activation."""
+        if all(tensor.shape == inputs[0].shape for tensor in [*inputs, *_tensors(result)]):
+            return self.pointwise(func, args, kwargs, inputs, result)
+        return self.unknown(func, args, kwargs, inputs, result)
+
+    def gate(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
+        """One half of the channels times a function of the other."""
+        axis = args[1] if len(args) > 1 else -1
+        if self.is_weight(args[0]):
+            return self.unknown(func, args, kwargs, inputs, result)
+        halves = self.labels(args[0]).chunk(2, axis)
+        one, other = cores(*halves)
+        self.lock_beside(one, other, self.where(func))
+        self.lock_beside(other, one, self.where(func))
+        return self.give(result, self.meet(*halves))
 
     def pointwise(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Join what meets."""
         outputs = _tensors(result)
-        shape = outputs[0].shape
-        labels = torch.zeros((), dtype=torch.long).expand(shape)
-        simple = [tensor for tensor in inputs if tensor.is_floating_point() and not self.is_weight(tensor)]
-        for tensor in simple:
-            if record := self.record(tensor):
-                labels = self.meet(labels, record[0].expand(shape))
+        labels = self.joined([tensor for tensor in inputs if not self.is_weight(tensor)], outputs[0].shape, func)
         for tensor in inputs:
             if self.is_weight(tensor) and not self.align(labels, tensor):
-                self.lock([tensor], f"{_where(func)} computes with a weight")
-                self.atoms.lock(_core(labels), f"{_where(func)} joins it with a weight of several axes")
-        self.check_partners(labels, simple, _where(func))
-        if func._schema.name.endswith("_") and outputs[0]._is_view() and not self.record(outputs[0]):
-            self.atoms.lock(_core(labels), f"{_where(func)} writes into a part of a tensor")
-        constant = all(id(tensor) in self.origin for tensor in inputs if self.record(tensor))
+                self.lock([tensor], f"{self.where(func)} computes with a weight")
+                self.atoms.lock(core(labels), f"{self.where(func)} joins it with a weight of several axes")
         for output in outputs:
-            self.give(output, labels if output.shape == shape else None)
-            if constant:
-                self.origin[id(output)] = "computed"
+            self.give(output, labels)
+
+    def joined(self, tensors: Iterable[Tensor], shape: torch.Size, func: Any) -> Tensor:
+        """Join what meets where tensors are broadcast to a shape, and give its labels."""
+        given = [(tensor, self.labels(tensor).expand(shape)) for tensor in tensors]
+        labels = alike(0, shape)
+        wide = {axis for _, own in given for axis in varying(own)}
+        for tensor, own in given:
+            if varying(own) or not any(_is_broadcast(tensor, axis, own.ndim) for axis in wide):
+                labels = self.meet(labels, own)
+            else:  # one number for many channels: it can't go, and nothing else depends on it
+                self.atoms.lock(core(own), f"{self.where(func)} spreads it over many channels")
+        for tensor, own in given:
+            if any(not _is_broadcast(tensor, axis, own.ndim) for axis in varying(labels)):
+                mine, ours = cores(own, labels)
+                self.lock_beside(ours, mine, self.where(func))
+        return labels
 
     def meet(self, left: Tensor, right: Tensor) -> Tensor:
         """Join two tensors of labels, entry by entry, and give what is there of either."""
-        constant = [axis for axis in range(left.ndim) if _still(left, axis) and _still(right, axis)]
-        one, other = (_first(labels, constant) for labels in (left, right))
+        one, other = cores(left, right)
         self.atoms.join(one, other)
-        return torch.where(one > 0, one, other).expand(left.shape)
+        return torch.where((one > 0) | (other == 0), one, other).expand(left.shape)
 
     def align(self, labels: Tensor, weight: Tensor) -> bool:
         """Join labels with the one axis of a weight that goes along with them, if there is one."""
-        here = self.atoms.find(_core(labels))
-        if not bool((here > 0).any()):
+        if not bool((core(labels) > 0).any()):
             return False
+        if not any(not _is_broadcast(weight, axis, labels.ndim) for axis in varying(labels)):
+            return True  # it doesn't tell channels apart
         for axis in self.record(weight) or []:
-            full, there = torch.broadcast_tensors(labels, axis)
-            constant = [d for d in range(full.ndim) if _still(full, d) and _still(there, d)]
-            one, other = (self.atoms.find(_first(each, constant)).reshape(-1) for each in (full, there))
-            pairs = len(torch.unique(torch.stack([one, other]), dim=1).T)
-            if pairs == len(torch.unique(one)) == len(torch.unique(other)):
+            one, other = (self.atoms.find(each).reshape(-1) for each in cores(labels, axis.expand(labels.shape)))
+            pairs = set(zip(one.tolist(), other.tolist(), strict=True))
+            if varying(axis) and len(pairs) == len(torch.unique(one)):  # every channel meets one index
                 self.atoms.join(one, other)
+                self.atoms.lock(other[one <= 0], "belongs to what is no channel")
                 return True
         return False
-
-    def check_partners(self, labels: Tensor, tensors: Sequence[Tensor], where: str) -> None:
-        """Lock channels that meet, index by index, something that has none and so would not shrink with them."""
-        varying = [axis for axis in range(labels.ndim) if not _still(labels, axis)]
-        for tensor in tensors:
-            offset = labels.ndim - tensor.ndim
-            wide = any(axis >= offset and tensor.shape[axis - offset] > 1 for axis in varying)
-            record = self.record(tensor)
-            own = record[0].expand(labels.shape) if record else torch.zeros((), dtype=torch.long).expand(labels.shape)
-            if wide:
-                constant = [axis for axis in range(labels.ndim) if _still(labels, axis) and _still(own, axis)]
-                mine, theirs = _first(own, constant), _first(labels, constant)
-                lost = (mine == 0) & (theirs > 0)
-                if bool(lost.any()):
-                    self.atoms.lock(theirs[lost], f"{where} joins it with what is no channel")
 
     def convolution(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
         """Read channels, give new ones; the groups of a grouped convolution live or die whole."""
         x, weight, bias, _, _, _, transposed, _, groups = args[:9]
-        if id(weight) not in self.named:
-            return self.unknown(func, args, kwargs, inputs, result)
-        name = self.named[id(weight)][0]
-        read = self.channels(x, 1, _where(func))
+        where = self.where(func)
         kernel = math.prod(weight.shape[2:])
-        positions = (x if transposed else result)[0, 0].numel()
+        counted = x if transposed else result
+        positions = counted.numel() // counted.shape[1]
+        if id(weight) not in self.named:
+            self.computed.append(
+                Use("", positions, kernel, None, torch.zeros(result.shape[1], dtype=torch.long), x.shape[1] // groups)
+            )
+            reason = f"{where} has a weight that is computed"
+            self.lock(inputs, reason)
+            return self.void([result], reason)
+        name = self.named[id(weight)][0]
+        read = self.channels(x, 1, where)
         if groups == 1:
             side, other = (0, 1) if transposed else (1, 0)
             reads, gives = self.axis(name, weight, side), self.axis(name, weight, other)
-            self.bind(reads, read, (name, side), _where(func))
+            self.bind(reads, read, (name, side), where)
             self.uses.append(Use(name, positions, kernel, reads, gives))
         else:
-            gives = self.grouped(weight, name, read, groups, transposed)
+            gives = self.grouped(weight, name, read, groups, transposed, where)
             fixed = weight.shape[0 if transposed else 1] // (groups if transposed else 1)
             self.uses.append(Use(name, positions, kernel, None, gives, fixed))
         if bias is not None:
             self.attach(bias, gives)
-        self.give(result, _along(gives, 1, result.shape))
-        return None
+        return self.give(result, along(gives, 1, result.shape))
 
-    def grouped(self, weight: Tensor, name: str, read: Tensor, groups: int, transposed: bool) -> Tensor:
-        """Join what each group reads and gives; the atoms of what it gives."""
+    def grouped(self, weight: Tensor, name: str, read: Tensor, groups: int, transposed: bool, where: str) -> Tensor:
+        """Join what each group reads and gives; the labels of what it gives."""
         if transposed:  # its outputs have no axis of their own that spans all groups
-            self.atoms.lock(read, f"{name} is a grouped transposed convolution")
-            return torch.zeros(weight.shape[1] * groups, dtype=torch.long)
+            reason = f"{where} is a grouped transposed convolution"
+            self.atoms.lock(read, reason)
+            self.voids.append(reason)
+            return torch.full((weight.shape[1] * groups,), -len(self.voids))
         gives = self.axis(name, weight, 0)
-        for inside, outside in zip(read.chunk(groups), gives.chunk(groups), strict=True):
-            if bool((inside == 0).any()):
-                self.atoms.lock(outside, f"{name} reads what is no channel")
-            self.atoms.join_all(torch.cat([inside, outside]))
+        members = torch.cat([gives.reshape(groups, -1), read.reshape(groups, -1)], dim=1)
+        self.atoms.join(members, members[:, :1].expand_as(members))
+        self.lock_beside(members, members.min(dim=1, keepdim=True).values.expand_as(members), where)
         return gives
 
     def bind(self, reads: Tensor, read: Tensor, site: tuple[str, int], where: str) -> None:
         """Let a reader's side follow the channels that it reads."""
         self.atoms.join(reads, read)
-        self.atoms.lock(reads[read == 0], f"{where} reads what is no channel")
+        self.lock_beside(reads, read, where)
+        if site[0] not in self.parameters:
+            self.atoms.lock(reads, f"{where} reads it by a buffer, which no mask is for")
         self.reads.add(site)
 
     def attach(self, tensor: Tensor, channels: Tensor) -> None:
         """Let a vector (bias, scale, statistic) follow the channels."""
-        record = self.record(tensor)
-        if record and len(record) == 1 and tensor.shape == channels.shape:
-            self.atoms.join(record[0], channels)
-            self.atoms.lock(record[0][channels == 0], "belongs to what is no channel")
+        if (
+            self.record(tensor)
+            and id(tensor) in self.origin
+            and not self.is_weight(tensor)
+            and tensor.shape == channels.shape
+        ):
+            vector = self.labels(tensor)
+            self.atoms.join(vector, channels)
+            self.lock_beside(channels, vector, "a bias or scale")
+            self.atoms.lock(vector[channels <= 0], "belongs to what is no channel")
         else:
-            self.atoms.lock(channels, "a bias or scale that is computed")
+            self.atoms.lock(channels, "its bias or scale is computed")
 
     def matrix_product(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
-        """A linear layer: rows of features times a weight."""
-        *bias, left, right = args[-3:] if func._overloadpacket is aten.addmm else args
-        if not self.is_weight(right) and self.is_weight(left):  # weight times features in columns
-            found = self.linear(right, 0, left, 1, func)
-            self.give(result, None if found is None else _along(found, 0, result.shape))
-        elif self.is_weight(right) and not self.is_weight(left):
+        """A linear layer: rows of features times a weight, or a weight times features in columns."""
+        *bias, left, right = args
+        if self.is_matrix(right) and not self.is_matrix(left):
             found = self.linear(left, 1, right, 0, func)
-            self.give(result, None if found is None else _along(found, 1, result.shape))
+        elif self.is_matrix(left) and not self.is_matrix(right):
+            found = self.linear(right, 0, left, 1, func)
         else:
+            found = None
+            if self.origin.get(id(right)) or self.origin.get(id(left)):
+                weight, x = (right, left) if id(right) in self.origin else (left, right)
+                rows, fixed = (x.shape, weight.shape) if weight is right else (x.T.shape, weight.T.shape)
+                self.computed.append(Use("", rows[0], 1, None, torch.zeros(fixed[1], dtype=torch.long), fixed[0]))
+        if found is None or (bias and self.is_matrix(left)):
             return self.unknown(func, args, kwargs, inputs, result)
-        if bias and found is not None:
+        if bias:
             self.attach(bias[0], found)
-        return None
+        return self.give(result, along(found, 1 if self.is_matrix(right) else 0, result.shape))
 
     def linear(self, x: Tensor, features: int, weight: Tensor, side: int, func: Any) -> Tensor | None:
         """Let a matrix read features and give new ones: their atoms, None if it can't be followed."""
-        axes = self.record(weight) or []
-        reads = next((a.select(1 - side, 0) for a in axes if _still(a, 1 - side) and not _still(a, side)), None)
-        gives = next((a.select(side, 0) for a in axes if _still(a, side) and not _still(a, 1 - side)), None)
-        name = self.origin.get(id(weight), "computed")
-        if reads is None or gives is None or name == "computed":
-            self.lock([x, weight], f"{_where(func)} multiplies by a weight that is computed")
+        axes, name = self.record(weight) or [], self.origin.get(id(weight), "computed")
+        reads, gives = _axis_of(axes, side), _axis_of(axes, 1 - side)
+        if reads is None or gives is None or reads is gives or name == "computed":
             return None
-        read = self.channels(x, features, _where(func))
-        site = next((n, a) for (n, a), atoms in self.axes.items() if n == name and bool(torch.isin(reads[:1], atoms)))
-        self.bind(reads, read, site, _where(func))
-        self.uses.append(Use(name, x.shape[1 - features] // self.batch, 1, reads, gives))
-        return gives
+        read_ids, given_ids = _line(reads, side), _line(gives, 1 - side)
+        site = next((n, a) for (n, a), ids in self.axes.items() if n == name and bool(torch.isin(read_ids[:1], ids)))
+        self.bind(read_ids, self.channels(x, features, self.where(func)), site, self.where(func))
+        self.uses.append(Use(name, x.shape[1 - features], 1, read_ids, given_ids))
+        return given_ids
 
     def batched_product(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
         """A product of activations: what is summed over lives or dies together."""
         left, right = args[-2:]
-        if func._overloadpacket is aten.baddbmm or self.is_weight(left) or self.is_weight(right):
+        if any(self.is_weight(tensor) for tensor in inputs):
+            if func._overloadpacket is aten.bmm and len(left) == 1:  # a matrix product after all
+                pages = [self.page(tensor) for tensor in (left, right)]
+                page = result[0]
+                self.matrix_product(func, pages, {}, pages, page)
+                return self.give(result, self.labels(page)[None])
             return self.unknown(func, args, kwargs, inputs, result)
-        ours, theirs = ((self.record(t) or [_none(t)])[0] for t in (left, right))
-        one, other = self.summed(ours, 2), self.summed(theirs, 1)
-        if not (_still(ours, 2) and _still(theirs, 1)):  # per matrix of the batch, one atom for all that is summed
-            whole = torch.cat([_first(ours, [1]).flatten(1), _first(theirs, [2]).flatten(1)], dim=1)
-            for labels in torch.unique(whole, dim=0) if _still(ours, 1) and _still(theirs, 2) else [whole.flatten()]:
-                self.atoms.join_all(labels)
-        self.give(result, self.meet(one.expand(result.shape), other.expand(result.shape)))
+        # entry (b, i, k) of one meets entry (b, k, j) of the other
+        terms = [self.labels(left)[:, :, :, None], self.labels(right)[:, None]]
+        shape = [max(sizes) for sizes in zip(*(each.shape for each in terms), strict=True)]
+        ours, theirs = (each.expand(shape) for each in terms)
+        labels = self.meet(ours, theirs)
+        for own, broadcast in ((ours, 3), (theirs, 1)):
+            if any(axis != broadcast for axis in varying(labels)):
+                here, mine = cores(labels, own)
+                self.lock_beside(here, mine, self.where(func))
+        if not still(labels, 2):
+            small = core(labels)
+            self.atoms.join(small, small.narrow(2, 0, 1).expand_as(small))
+        if varying(labels) == [2]:  # nothing is left to choose from
+            self.atoms.lock(core(labels), f"{self.where(func)} sums over all of it")
+            self.void([result], f"{self.where(func)} sums over all channels")
+        else:
+            self.give(result, labels[:, :, 0])
+        if func._overloadpacket is aten.baddbmm:
+            self.give(result, self.joined([result, args[0]], result.shape, func))
         return None
 
-    def summed(self, labels: Tensor, axis: int) -> Tensor:
-        """The first labels along an axis."""
-        return labels.narrow(axis, 0, 1)
+    def page(self, tensor: Tensor) -> Tensor:
+        """The one matrix of a batch of one."""
+        page = tensor[0]
+        record = self.record(tensor)
+        if record is not None:
+            self.records[id(page)] = (page, [labels[0] for labels in record])
+        if id(tensor) in self.origin:
+            self.origin[id(page)] = self.origin[id(tensor)]
+        return page
 
     def attention(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Scaled dot product attention: a head lives or dies whole."""
-        heads = [(self.record(t) or [_none(t)])[0] for t in args[:3]]
-        query, _, value = args[:3]
-        if query.ndim != 4 or len({t.shape[1] for t in args[:3]}) > 1 or not all(_still(h, 2) for h in heads):
+        query, key, value = args[:3]
+        heads = [self.labels(tensor) for tensor in args[:3]]
+        plain = query.ndim == 4 and query.shape[1] == key.shape[1] == value.shape[1]
+        if not plain or any(self.is_weight(t) for t in args[:3]) or not all(still(each, 2) for each in heads):
             return self.unknown(func, args, kwargs, inputs, result)
-        for number in range(query.shape[1]):
-            self.atoms.join_all(torch.cat([_core(each[:, number]).reshape(-1) for each in heads]))
-        first, *others = _tensors(result)
-        self.give(first, heads[2][:, :, :1].expand(*value.shape[:2], query.shape[2], value.shape[3]))
-        for other in others:
-            self.give(other, None)
-        mask = next((t for t in inputs[3:] if self.record(t)), None)
-        if mask is not None:
-            scores = _along(heads[2][0, :, 0, 0].contiguous(), 1, (*query.shape[:3], args[1].shape[2]))
-            if not self.is_weight(mask):
-                self.meet(scores, (self.record(mask) or [])[0].expand(scores.shape))
-            elif not self.align(scores, mask):
-                self.lock([value, mask], f"{_where(func)} adds a computed bias")
+        if query.shape[1] == 1:  # nothing is left to choose from but the values
+            self.lock([query, key], f"{self.where(func)} sums over all of it")
+            heads = heads[2:]
+        for number in range(query.shape[1] if len(heads) > 1 else 0):
+            head = torch.cat([core(each[:, number]).reshape(-1) for each in heads])
+            self.atoms.join_all(head)
+            self.lock_beside(head, head.min().expand_as(head), self.where(func))
+        answer, *others = _tensors(result)
+        self.give(answer, heads[-1][:, :, :1].expand(*value.shape[:2], query.shape[2], value.shape[3]))
+        self.void(others, f"{self.where(func)} mixes channels")
+        scores = heads[-1][:, :, :1, :1].expand(*query.shape[:3], key.shape[2])
+        for mask in [tensor for tensor in inputs[3:] if tensor.ndim]:
+            spread = mask.expand(scores.shape)
+            if self.is_weight(mask):
+                if not self.align(scores, mask):
+                    self.lock([value, mask], f"{self.where(func)} adds a weight of several axes")
+            elif not still(spread, 1):
+                own, ours = cores(self.labels(mask).expand(scores.shape), scores)
+                self.atoms.join(own, ours)
+                self.lock_beside(ours, own, self.where(func))
         return None
 
     def batch_norm(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Scale and shift per channel."""
         x, *vectors = args[:5]
-        channels = self.channels(x, 1, _where(func))
+        channels = self.channels(x, 1, self.where(func))
         for vector in vectors:
             if isinstance(vector, Tensor):
                 self.attach(vector, channels)
-        first, *others = _tensors(result)
-        self.give(first, _along(channels, 1, first.shape))
-        for other in others:
-            self.give(other, None)
+        answer, *others = _tensors(result)
+        self.give(answer, along(channels, 1, answer.shape))
+        self.void(others, f"{self.where(func)} gives statistics")
 
     def softmax(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Tensor) -> None:
         """Normalise along an axis that must not be the channels'."""
-        labels = (self.record(args[0]) or [_none(args[0])])[0]
-        if not _still(labels, args[1] % labels.ndim):
+        labels = self.labels(args[0])
+        if self.is_weight(args[0]) or not still(labels, args[1] % labels.ndim):
             return self.unknown(func, args, kwargs, inputs, result)
-        self.give(result, labels)
-        return None
+        return self.give(result, labels)
 
     def reduction(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Sum or choose along axes that must not be the channels'."""
@@ -502,78 +765,79 @@ class _Watch(TorchDispatchMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         wanted = given.get("dim")
         axes = list(range(x.ndim)) if wanted is None or wanted == [] else wanted
-        axes = [axis % x.ndim for axis in ([axes] if isinstance(axes, int) else axes)]
-        record = self.record(x) or []
-        if len(record) != 1 or len(inputs) > 1 or not all(_still(record[0], axis) for axis in axes):
+        axes = [axis % x.ndim for axis in ([axes] if isinstance(axes, int) else axes)] if x.ndim else []
+        labels = self.labels(x)
+        if self.is_weight(x) or len(inputs) > 1 or not all(still(labels, axis) for axis in axes):
             return self.unknown(func, args, kwargs, inputs, result)
-        labels = _first(record[0], axes)
+        reduced = first(labels, axes)
         for output in _tensors(result):
-            same = output.numel() == labels.numel()
-            self.give(output, labels.reshape(output.shape) if same else None)
+            self.give(output, reduced.reshape(output.shape))
         return None
 
     def window(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any) -> None:
         """Pool or resize every channel on its own."""
         x = args[0]
         axis = 0 if x.ndim == 2 or ("2d" in func._schema.name and x.ndim == 3) else 1
-        first, *others = _tensors(result)
-        if first.ndim != x.ndim or first.shape[axis] != x.shape[axis]:
+        answers = _tensors(result)
+        if any(tensor.ndim != x.ndim or tensor.shape[axis] != x.shape[axis] for tensor in [*inputs, *answers]):
             return self.unknown(func, args, kwargs, inputs, result)
-        self.give(first, _along(self.channels(x, axis, _where(func)), axis, first.shape))
-        for other in others:
-            self.give(other, None)
+        labels = self.channels(x, axis, self.where(func))
+        for other in inputs[1:]:  # the places that an unpooling puts values back to
+            theirs = self.channels(other, axis, self.where(func))
+            self.atoms.join(labels, theirs)
+            self.lock_beside(labels, theirs, self.where(func))
+        for answer in answers:
+            self.give(answer, along(labels, axis, answer.shape))
         return None
 
 
-# -- label tensors ----------------------------------------------------------------------------------------------------
-# They are kept with stride 0 along every axis on which nothing changes, so that most work is on a few numbers.
+def _moved(func: Any, args: Any, kwargs: Any) -> Any:
+    """What becomes of labels; some kernels know no integers."""
+    if func._overloadpacket in (aten.view, aten._unsafe_view):
+        func = aten.reshape.default  # labels have other strides
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        doubles = tree_map(_as_double, (args, kwargs))
+        return tree_map(lambda leaf: leaf.long(), func(*doubles[0], **doubles[1]))
 
 
-def _along(ids: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
-    """Labels that vary along one axis."""
-    return ids.reshape([-1 if a == axis else 1 for a in range(len(shape))]).expand(*shape)
-
-
-def _none(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.long).expand(tensor.shape)
-
-
-def _still(labels: Tensor, axis: int) -> bool:
-    return labels.shape[axis] <= 1 or labels.stride(axis) == 0
-
-
-def _first(labels: Tensor, axes: Iterable[int]) -> Tensor:
-    """The first entry along some axes, which stay as axes of length one."""
-    for axis in axes:
-        labels = labels.narrow(axis, 0, min(1, labels.shape[axis]))
-    return labels
-
-
-def _core(labels: Tensor, keep: int | None = None) -> Tensor:
-    """Labels without the axes on which nothing changes (of length one then), but for one to keep."""
-    return _first(labels, [axis for axis in range(labels.ndim) if axis != keep and _still(labels, axis)])
-
-
-def _tidy(labels: Tensor) -> Tensor:
-    """The same labels with stride 0 wherever nothing changes."""
-    small = _core(labels)
-    for axis in range(small.ndim):
-        if small.shape[axis] > 1 and bool((small == small.narrow(axis, 0, 1)).all()):
-            small = small.narrow(axis, 0, 1)
-    return small.expand(labels.shape)
-
-
-def _label_of(leaf: Any, records: dict[int, list[Tensor] | None], number: int) -> Any:
+def _label_of(leaf: Any, records: dict[int, list[Tensor]], number: int) -> Any:
     if not isinstance(leaf, Tensor):
-        return 0 if isinstance(leaf, float) else leaf  # the value that padding fills in
-    if id(leaf) not in records:
-        return leaf.cpu()  # an index
-    record = records[id(leaf)]
-    return _none(leaf) if record is None else record[number]
+        return leaf
+    return records[id(leaf)][number] if id(leaf) in records else leaf.cpu()  # an index
 
 
 def _as_double(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.long else leaf
+
+
+def _axis_of(axes: list[Tensor], side: int) -> Tensor | None:
+    """The labels of a matrix's rows (0) or columns (1)."""
+    if axes and axes[0].numel() == 1:
+        return axes[side]
+    along_it = [labels for labels in axes if varying(labels) == [side]]
+    if not along_it and axes and axes[0].shape[side] == 1:
+        along_it = [labels for labels in axes if not varying(labels)]
+    return along_it[0] if len(along_it) == 1 else None
+
+
+def _swaps(func: Any, args: Any) -> bool:
+    """Whether an operation transposes a matrix."""
+    packet = func._overloadpacket
+    if packet is aten.permute:
+        return bool(args[1][0] % 2 == 1)
+    return packet is aten.t or (packet is aten.transpose and args[1] % 2 != args[2] % 2)
+
+
+def _line(labels: Tensor, axis: int) -> Tensor:
+    return labels.select(1 - axis, 0).contiguous()
+
+
+def _is_broadcast(tensor: Tensor, axis: int, ndim: int) -> bool:
+    """Whether a tensor has one entry only along an axis of the shape it is broadcast to."""
+    own = axis - (ndim - tensor.ndim)
+    return own < 0 or tensor.shape[own] == 1
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -582,11 +846,3 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _nothing(*_: Any) -> None:
     """An operation that asks for a shape only."""
-
-
-def _where(func: Any) -> str:
-    """An operation and the line of the model that calls it."""
-    inner = [Path(torch.__file__).parent, Path(__file__).parent]
-    frames = [f for f in traceback.extract_stack() if not any(Path(f.filename).is_relative_to(i) for i in inner)]
-    frame = frames[-1]
-    return f"{func._schema.name.removeprefix('aten::')} at {Path(frame.filename).name}:{frame.lineno}"

@@ -1,163 +1,303 @@
 """A trial cut: what tracing promises is tried on the model itself before anybody relies on it.
 
-Some channels of every space are cut out of a copy with shaken weights, and its answer must be that of a copy in which
-they are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with
-the line of the model where it failed. Where a module remembers a number that should shrink along (the number of
-attention heads), that is found here as well, by trying.
+Channels of every space are cut out of a copy with shaken weights, and its answer must be that of a copy in which they
+are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with the
+line of the model where it failed. Where a module remembers a number that should shrink along (the number of attention
+heads), that is found here as well, by trying.
+
+A cut that passes once could pass by luck, so there are four. Every channel goes in one of the first two, which keep
+other numbers of channels in every space; in the others every second space keeps a single channel, and the rest all.
 """
 
 import copy
-import traceback
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from harp.channels import lines
 from harp.channels.cutting import plan
 from harp.channels.spaces import Space, Whole
-from harp.channels.tracing import Trace
+from harp.channels.tracing import Trace, tensors_of, training, untouched
+from harp.errors import ModelError
 
 TOLERANCE = 1e-4  # relative to the largest entry, in 32 bit and through many layers
+
+_KNOWN = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "groups"}
 
 
 class Trial:
     """A model's shaken copy, on which cuts are tried."""
 
     def __init__(self, model: nn.Module, example: Tensor, trace: Trace) -> None:
-        self.example, self.trace = example, trace
+        self.trace = trace
+        self.passed: list[Space] = []  # what went well last
         self.model = shaken(model)
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.rand((1, *example.shape[1:]), generator=generator).to(example)
+        if not self._runs_calibrated():  # roots and logarithms of weights can't be shaken
+            self.model = copied(model).eval()
+            if not _finite(self._ask(self.model)):
+                raise ModelError(f"{type(model).__name__} answers NaN or infinity: channels can't be tried on it")
+
+    @torch.no_grad()
+    def _runs_calibrated(self) -> bool:
+        with torch.random.fork_rng([]):
+            calibrate(self.model, self.images)
+        return _finite(self._ask(self.model))
 
     def survivors(self, found: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
         """The spaces that can be cut, some of them with numbers that go along, and those that can't."""
         good, whole = self._halve([space for space in found if len(space.atoms) > 1])
-        while good and (reason := self.failure(good)):  # each alone is fine: leave out what spoils it for the others
-            bad = next((s for i, s in enumerate(good) if self.failure(good[: i + 1])), good[-1])
-            good.remove(bad)
-            whole.append(_whole(bad, reason))
+        while good != self.passed and (reason := self.failure(good)):  # halves are fine: leave out what spoils them
+            low, high = 0, len(good)  # the first `low` pass together, the first `high` don't
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if self.failure(good[:middle]) else (middle, high)
+            whole.append(_whole(good.pop(high - 1), reason))
         singles = [_whole(space, "one channel, which must stay") for space in found if len(space.atoms) == 1]
         order = {space.name: number for number, space in enumerate(found)}
-        return sorted(good, key=lambda space: order[space.name]), [*whole, *singles]
+        return self._needed(sorted(good, key=lambda space: order[space.name])), [*whole, *singles]
 
     def _halve(self, found: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
         reason = self.failure(found) if found else None
         if reason is None:
             return list(found), []
+        for mended in self._mended(found):
+            if self.failure(mended) is None:
+                return mended, []
         if len(found) == 1:
-            mended = next((space for space in self._mended(found[0]) if self.failure([space]) is None), None)
-            return ([mended], []) if mended else ([], [_whole(found[0], reason)])
-        middle = len(found) // 2
-        (good, whole), (more, others) = self._halve(found[:middle]), self._halve(found[middle:])
+            return [], [_whole(found[0], reason)]
+        suspects = [space for space in found if self._is_suspect(space, reason)]
+        rest = [space for space in found if space not in suspects]
+        if not suspects or not rest:
+            suspects, rest = list(found[: len(found) // 2]), list(found[len(found) // 2 :])
+        (good, whole), (more, others) = self._halve(rest), self._halve(suspects)
         return [*good, *more], [*whole, *others]
 
-    def _mended(self, space: Space) -> Iterator[Space]:
-        """The space with more and more of the numbers that its modules seem to remember."""
+    def _is_suspect(self, space: Space, reason: str) -> bool:
+        """Whether the line that a reason names treats channels of a space by where they lie."""
+        own = self.trace.atoms.flags(space.atoms)
+        places = [atoms for atoms, where in self.trace.placed if where.rpartition(" at ")[2] in reason]
+        return any(bool(own[self.trace.atoms.find(atoms).clamp_min(0)].any()) for atoms in places)
+
+    def _mended(self, found: Sequence[Space]) -> Iterator[list[Space]]:
+        """The spaces with more and more of the numbers that their modules seem to remember."""
+        for widths_too in (False, True):
+            mended = [self._with_numbers(space, widths_too) for space in found]
+            if any(space.numbers or space.swaps for space in mended):
+                yield mended
+
+    def _with_numbers(self, space: Space, widths_too: bool) -> Space:
         names = [name.rpartition(".")[0] for name in [*space.readers, *space.givers]]
         owners = list(dict.fromkeys([*names, *(name.rpartition(".")[0] for name in names)]))
         swaps = [name for name in owners if type(self.model.get_submodule(name)) is nn.MultiheadAttention]
         units = len(space.atoms)
-        widths = {len(site.atoms) for site in self.trace.sites if site.name in space.givers}
+        widths = {len(site.atoms) for site in self.trace.sites if site.name in space.givers} if widths_too else set()
         shares = {units: 1} | {width: width // units for width in widths if width > units and width % units == 0}
-        for wanted in ([units], list(shares)):
-            numbers = {}
-            for owner in owners:
-                for attribute, value in vars(self.model.get_submodule(owner)).items():
-                    counts = type(value) is int and value in wanted and (value in widths or "head" in attribute)
-                    if counts and attribute not in _KNOWN:
-                        numbers[owner, attribute] = shares[value]
-            yield replace(space, numbers=numbers, swaps=swaps)
+        numbers = {
+            (owner, attribute): shares[value]
+            for owner in owners
+            for attribute, value in vars(self.model.get_submodule(owner)).items()
+            if type(value) is int and value in shares and attribute not in _KNOWN
+        }
+        return replace(space, numbers=numbers, swaps=swaps)
 
+    def _needed(self, good: list[Space]) -> list[Space]:
+        """The spaces without the numbers that only happen to be equal to a count of theirs."""
+        for attribute in sorted({attribute for space in good for _, attribute in space.numbers}):
+            fewer = [replace(s, numbers={k: v for k, v in s.numbers.items() if k[1] != attribute}) for s in good]
+            good = good if self.failure(fewer) else fewer
+        return good
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def failure(self, found: Sequence[Space]) -> str | None:
         """Why these spaces can't be cut together; None if they can."""
-        for some in (_one, _half):
-            dead = {atom for space in found for atom in some(space.atoms)}
-            with masked(self.model, self.trace, dead):
-                expected = self.model(self.example)
+        for number, dead in enumerate(_deaths(found)):
             try:
-                answer = plan(self.model, self.trace, found, dead).applied(self.model, share=True)(self.example)
+                with restored(self.model):
+                    plan(self.model, self.trace, found, dead).apply(self.model)
+                    answer = self._ask(self.model)
+                    if self.trace.trains_more and number == 0:
+                        self._ask(self.model, in_training=True)
             except Exception as error:  # forward may do anything
-                return f"{_line(error)}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                return f"{lines.failing(self.model, error)}: {first_line(error)}"
+            with masked(self.model, self.trace, dead):
+                expected = self._ask(self.model)
             if not difference(answer, expected) <= TOLERANCE:
-                return "without it the answer changes"
+                return self._suspicion(found)
+        self.passed = list(found)
         return None
 
+    @torch.no_grad()
+    def _ask(self, net: nn.Module, *, in_training: bool = False) -> Any:
+        with untouched(net):
+            torch.manual_seed(0)
+            if in_training:
+                training(net)
+            return net(self.images.clone())
 
-_KNOWN = {"in_channels", "out_channels", "in_features", "out_features", "num_features", "groups", "training"}
+    def _suspicion(self, found: Sequence[Space]) -> str:
+        """What is known of a cut that changes the answer."""
+        own = self.trace.atoms.flags([atom for space in found for atom in space.atoms])
+        for placed, where in self.trace.placed:
+            if bool(own[self.trace.atoms.find(placed).clamp_min(0)].any()):
+                return f"without it the answer changes: {where} counts on its place among the others"
+        return "without it the answer changes"
+
+
+def _deaths(found: Sequence[Space]) -> Iterator[set[int]]:
+    """Which atoms go in each of the cuts."""
+    generator = torch.Generator().manual_seed(0)
+    order = [[space.atoms[i] for i in torch.randperm(len(space.atoms), generator=generator)] for space in found]
+    counts = [1 + int(torch.randint(len(atoms) - 1, (), generator=generator)) for atoms in order]
+    yield {atom for atoms, count in zip(order, counts, strict=True) for atom in atoms[count:]}
+    yield {atom for atoms, count in zip(order, counts, strict=True) for atom in atoms[:count]}
+    for parity in range(min(2, len(found))):
+        yield {atom for atoms in order[parity::2] for atom in atoms[1:]}
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Give a model back all that its modules held, whatever is done to it in between."""
+    before = [(module, {name: _held(value) for name, value in vars(module).items()}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager
 def masked(model: nn.Module, trace: Trace, dead: set[int]) -> Iterator[None]:
     """Let nobody read the dead channels for a while."""
-    gone = torch.tensor(sorted(dead), dtype=torch.long)
-    before = []
-    for site in trace.sites:
-        where = torch.isin(trace.atoms.find(site.atoms), gone).nonzero().reshape(-1)
-        if site.reads and len(where):
-            weight, where = model.get_parameter(site.name).data, where.to(model.get_parameter(site.name).device)
-            before.append((weight, site.axis, where, weight.index_select(site.axis, where)))
-            weight.index_fill_(site.axis, where, 0.0)
+    gone = trace.atoms.flags(dead)
+    before: dict[str, Tensor] = {}
+    for site, roots in zip(trace.sites, trace.roots, strict=True):
+        if site.reads and bool(gone[roots].any()):
+            weight = model.get_parameter(site.name)
+            before.setdefault(site.name, weight.data)
+            lives = (~gone[roots]).to(weight)
+            weight.data = weight.data * lives.reshape([-1 if a == site.axis else 1 for a in range(weight.ndim)])
     try:
         yield
     finally:
-        for weight, axis, where, values in reversed(before):
-            weight.index_copy_(axis, where, values)
+        for name, values in before.items():
+            model.get_parameter(name).data = values
 
 
 def difference(answer: Any, expected: Any) -> float:
     """How far two answers of a model are apart, relative to the largest entry; infinite if they are of other shapes."""
-    ours, theirs = (_leaves(each) for each in (answer, expected))
+    ours, theirs = ([t for t in tensors_of(each) if t.is_floating_point() and t.numel()] for each in (answer, expected))
     if [leaf.shape for leaf in ours] != [leaf.shape for leaf in theirs]:
         return float("inf")
     gaps = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in zip(ours, theirs, strict=True)]
-    return max(gaps, default=0.0)
+    return max(gaps, key=lambda gap: (math.isnan(gap), gap), default=0.0)
 
 
-def _leaves(answer: Any) -> list[Tensor]:
-    """The tensors of an answer, also of a class of somebody's own."""
-    found = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    others = [leaf for leaf in tree_leaves(answer) if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")]
-    return [*found, *(leaf for other in others for leaf in _leaves(list(vars(other).values())))]
+def copied(model: nn.Module) -> nn.Module:
+    """A copy, in 32 bit where the model has fewer."""
+    try:
+        made = copy.deepcopy(model)
+    except Exception as error:  # modules may hold anything
+        raise ModelError(f"{type(model).__name__} can't be copied: {first_line(error)}") from error
+    small = any(p.dtype in (torch.float16, torch.bfloat16) for p in made.parameters())
+    return made.float() if small else made
 
 
 @torch.no_grad()
 def shaken(model: nn.Module) -> nn.Module:
     """A copy in eval mode whose weights are off by a little, so that no branch is silent, as fresh ones can be."""
-    made = copy.deepcopy(model).eval()
+    made = copied(model).eval()
     generator = torch.Generator().manual_seed(0)
+    noise, used = torch.randn(_NOISE, generator=generator), 0
     for tensor in made.parameters():
-        if tensor.is_floating_point():
-            spread = max(0.3 * float(tensor.float().std(correction=0)), 0.02)
-            tensor.add_((spread * torch.randn(tensor.shape, generator=generator)).to(tensor))
+        if tensor.is_floating_point() and tensor.numel():
+            spread = max(0.3 * float(tensor.std(correction=0)), 0.02)
+            values, done = tensor.contiguous().view(-1), 0
+            while done < len(values):
+                count = min(len(values) - done, _NOISE - used)
+                values[done : done + count].add_(noise[used : used + count].to(values), alpha=spread)
+                done, used = done + count, (used + count) % _NOISE
+            tensor.copy_(values.view(tensor.shape))
     for module in made.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_var is not None:
-            noise = torch.rand(2, module.num_features, generator=generator).to(module.running_var)
-            module.running_mean.add_(0.2 * noise[0] - 0.1)  # type: ignore[operator]
-            module.running_var.mul_(0.75 + 0.5 * noise[1])
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            continue
+        if module.running_mean is not None and module.running_var is not None:
+            drawn = torch.rand(2, module.num_features, generator=generator).to(module.running_var)
+            module.running_mean.add_(0.2 * drawn[0] - 0.1)
+            module.running_var.mul_(0.75 + 0.5 * drawn[1])
     return made
 
 
-def _one(atoms: Sequence[int]) -> Sequence[int]:
-    return [atoms[len(atoms) // 3]]
+_NOISE = 1_000_003  # numbers drawn, over and over; a prime, so that no two rows of a large weight get the same
 
 
-def _half(atoms: Sequence[int]) -> Sequence[int]:
-    """Every other channel of the second third and the last one: no pattern that a reshape could hide."""
-    third = len(atoms) // 3
-    return [*atoms[third : 2 * third : 2], atoms[-1]]
+def calibrate(model: nn.Module, images: Tensor) -> None:
+    """Rescale layers and norms so that what they give varies by about one.
+
+    Otherwise signals vanish in deep networks with fresh weights, and a wrong cut would not be seen.
+    """
+    layers = [module for module in model.modules() if isinstance(module, _RESCALED)]
+    handles = [module.register_forward_hook(_rescale, with_kwargs=True) for module in layers]
+    try:
+        model(images.clone())
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rescale(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
+    """Scale a layer's weight, shrink a large bias; or set a norm's statistics to those of the batch."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        if module.running_mean is None or module.running_var is None:
+            return None
+        spread, mean = torch.std_mean(_by_channel([*inputs, *options.values()][0], 1), dim=1, correction=0)
+        spread = torch.where(spread > 0, spread, 1.0)  # one position of one image
+        offset = 0.1 * torch.linspace(-1, 1, len(mean)).to(mean)
+        module.running_mean.copy_(mean + offset * spread)
+        module.running_var.copy_(spread.square().clamp_min(1e-6))
+        if module.affine:
+            module.weight.copy_(module.weight.sign() * module.weight.abs().clamp(0.5, 2.0))
+            module.bias.clamp_(-0.5, 0.5)
+    else:
+        weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+        axis = output.ndim - 1 if isinstance(module, nn.Linear) else 1
+        spread = _by_channel(output, axis).std(dim=1, correction=0).mean()
+        spread = spread if spread > 0 else output.std(correction=0)  # one position of one image
+        if weight is None or not bool(spread.isfinite() & (spread > 0)):
+            return None
+        weight.div_(spread)
+        if bias is not None:
+            bias.clamp_(-0.5, 0.5)
+    return module.forward(*inputs, **options)
+
+
+def _by_channel(tensor: Tensor, axis: int) -> Tensor:
+    return tensor.movedim(axis, 0).flatten(1) if tensor.ndim > 1 else tensor[None]
+
+
+_RESCALED = (nn.Linear, nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase)
+
+
+def _finite(answer: Any) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in tensors_of(answer))
+
+
+def _held(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 def _whole(space: Space, reason: str) -> Whole:
     return Whole(space.readers, len(space.atoms), reason)
 
 
-def _line(error: Exception) -> str:
-    """The innermost line of the model's own code that an error went through."""
-    inner = Path(torch.__file__).parent
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not Path(f.filename).is_relative_to(inner)]
-    frame = frames[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.channels.cutting import Cut, plan
+from harp.channels.latency import NOUN, Latency, measure
 from harp.channels.products import TARIFFS
-from harp.channels.spaces import Space, Whole, spaces, tariff
-from harp.channels.tracing import trace
-from harp.channels.trial import TOLERANCE, Trial, difference
+from harp.channels.spaces import Space, Tariff, Whole, spaces, tariff
+from harp.channels.tracing import trace, untouched
+from harp.channels.trial import TOLERANCE, Trial, difference, first_line
 from harp.errors import ModelError, RecipeError
 from harp.masks import Masks
 from harp.prunable import check_patterns, limits, matches
@@ -28,14 +29,15 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Channels:
-    """Whole channels of a model, under a budget of FLOPs, MACs, parameters or memory.
+    """Whole channels of a model, under a budget of FLOPs, MACs, parameters, memory or time.
 
     The model is run on `example` to follow its channels. Channels that must live or die together are one unit, and
     what can't be pruned safely is left whole: `whole` says what, and why.
 
     Arguments:
         example: one or two images of the kind to come.
-        budget: what `keep` is a share of: `flops` (as the paper counts them), `macs`, `parameters` or `memory`.
+        budget: what `keep` is a share of: `flops` (as the paper counts them), `macs`, `parameters` or `memory`; or
+            `latency`, the time for one image, measured now; or times that were measured before.
         ignore: patterns of weights that stay as they are, with all channels that they read and give.
         minimum, maximum: per pattern of a reading weight, the share of its channels that must / may be kept.
         multiple: keep a multiple of so many channels of each space, as some hardware wants it; or all.
@@ -51,20 +53,20 @@ class Channels:
         model: nn.Module,
         example: Tensor,
         *,
-        budget: str = "flops",
+        budget: str | Latency = "flops",
         ignore: Sequence[str] = (),
         minimum: Mapping[str, float] | None = None,
         maximum: Mapping[str, float] | None = None,
         multiple: int = 1,
         whole_ends: bool = False,
     ) -> None:
-        if budget not in TARIFFS:
-            raise RecipeError(f"budget {budget!r} of channels: one of {', '.join(TARIFFS)}")
+        if isinstance(budget, str) and budget not in (*TARIFFS, "latency"):
+            raise RecipeError(f"budget {budget!r} of channels: one of {', '.join(TARIFFS)}, latency")
         if multiple < 1:
             raise RecipeError(f"multiple {multiple}: give 1 for any number of channels, or 8, 16, ...")
         check_patterns([*ignore, *(minimum or {}), *(maximum or {})], model)
-        example = example[:2].to(next(model.parameters()).device)
-        self.model, self.example = model, example
+        self.model, self.example = model, _fitting(model, example)
+        example = self.example
         self.trace = trace(model, example)
         found, self.whole = spaces(self.trace)
         found = [space for space in found if not self._spared(space, ignore, whole_ends)]
@@ -82,10 +84,20 @@ class Channels:
         readers = [space.readers[0] for space in self.spaces]
         self.floors, self.ceilings, self.lower, self.upper = limits(readers, self.sizes, minimum, maximum, self.kind)
         self.steps = [min(multiple, size) for size in self.sizes]
-        products, self.noun = TARIFFS[budget]
-        self.tariff = tariff(self.trace, self.spaces, products(model, self.trace))
+        self.tariff, self.noun = self._price(budget)
         self.size = self.tariff.exact(self.sizes)
         self._find_readers()
+
+    def _price(self, budget: str | Latency) -> tuple[Tariff, str]:
+        """What channels cost, and in what."""
+        if budget == "latency":
+            budget = measure(self.model, self.example, self.trace, self.spaces)
+        if isinstance(budget, Latency):
+            self.latency: Latency | None = budget
+            return tariff(self.trace, self.spaces, budget.products(self.trace)), NOUN
+        self.latency = None
+        products, noun = TARIFFS[budget]
+        return tariff(self.trace, self.spaces, products(self.model, self.trace)), noun
 
     def _spared(self, space: Space, ignore: Sequence[str], whole_ends: bool) -> bool:
         """Whether a space stays on request."""
@@ -112,12 +124,10 @@ class Channels:
                 self.masked.append(site.name)
                 self.axes.append(site.axis)
                 self._units.append(where)
-        first = {name: axis for name, axis in zip(reversed(self.masked), reversed(self.axes), strict=True)}
+        first = dict(zip(reversed(self.masked), reversed(self.axes), strict=True))
         shapes = {name: self.model.get_parameter(name).shape for name in self.masked}
         readers = [space.readers[0] for space in self.spaces]
-        self.fans = [
-            shapes[name][first[name]] * math.prod(shapes[name][2:]) for name in readers
-        ]
+        self.fans = [shapes[name][first[name]] * math.prod(shapes[name][2:]) for name in readers]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -161,7 +171,7 @@ class Channels:
             others = [other for other in range(masks[name].ndim) if other != axis]
             any_left = masks[name].cpu().any(dim=others) if others else masks[name].cpu()
             read[where[any_left & (where >= 0)]] = True
-        return list(read.split(self.sizes))
+        return list(torch.split(read, self.sizes))
 
     def uniform_rate(self, total: int) -> float:
         """The rate of all spaces at which so much is spent."""
@@ -174,13 +184,13 @@ class Channels:
     def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
         """For each space, the norm of all that each of its channels is multiplied by."""
         sums = self._sum([value.detach().abs() ** order for value in values])
-        return [each ** (1 / order) for each in sums.split(self.sizes)]
+        return [each ** (1 / order) for each in torch.split(sums, self.sizes)]
 
     def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient on a channel's mask: the sum over all that it masks."""
         if all(gradient is None for gradient in gradients):
             return [None] * len(self.sizes)
-        return list(self._sum(gradients).split(self.sizes))
+        return list(torch.split(self._sum(gradients), self.sizes))
 
     def _sum(self, values: Sequence[Tensor | None]) -> Tensor:
         some = next(value for value in values if value is not None)
@@ -205,20 +215,39 @@ class Channels:
     def cut(self, masks: Mapping[str, Tensor]) -> Cut:
         """What is left when the channels go that nobody reads."""
         alive = self.alive(masks)
-        pairs = zip(self.spaces, alive, strict=True)
-        dead = {atom for space, left in pairs for atom, stays in zip(space.atoms, left.tolist(), strict=True) if not stays}
+        atoms = [atom for space in self.spaces for atom in space.atoms]
+        dead = {atom for atom, stays in zip(atoms, torch.cat(alive).tolist(), strict=True) if not stays}
         return plan(self.model, self.trace, self.spaces, dead)
 
     @torch.no_grad()
     def slim(self, model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
         """A smaller copy of a model whose weights are under these masks; checked against it on the example."""
         small = self.cut(masks).applied(model)
-        modes = [(module, module.training) for net in (model, small) for module in net.modules()]
-        for module, _ in modes:
-            module.training = False
-        gap = difference(small(self.example), model(self.example))
-        for module, flag in modes:
-            module.training = flag
+        answers = []
+        for net in (small, model):
+            with untouched(net):
+                torch.manual_seed(0)
+                try:
+                    answers.append(net(self.example.clone()))
+                except Exception as error:  # forward may do anything
+                    raise ModelError(f"the smaller network doesn't run: {first_line(error)}") from error
+        gap = difference(*answers)
         if not gap <= TOLERANCE:
             raise ModelError(f"the smaller network is off by {gap:.1e}: are these the masks of this model's weights?")
         return small
+
+
+def _fitting(model: nn.Module, example: Tensor) -> Tensor:
+    """One or two images where the model is, in its precision; a model that can't be followed is refused."""
+    tensors = list(model.parameters())
+    name = type(model).__name__
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelError(f"{name} is compiled by TorchScript: give the module that it was made of")
+    if any(isinstance(tensor, nn.parameter.UninitializedParameter) for tensor in tensors):
+        raise ModelError(f"{name} has weights that are not initialised yet: run one batch through it first")
+    like = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    if like is None:
+        raise ModelError(f"{name} has no parameters, and so no channels that can be pruned")
+    if example.ndim < 2 or len(example) == 0:
+        raise ModelError(f"an example of shape {tuple(example.shape)} is no batch of images")
+    return example[:2].to(like)
