@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from harp import artefact, files, finished, models, recipe
+from harp import artefact, cost, files, finished, models, recipe
+from harp.channels import Channels
 from harp.pruners import Magnitude
-from harp.units import Weights
+from harp.units import Units, Weights
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "svhn": 10, "fashion": 10, "digits": 10}
 
@@ -74,20 +75,27 @@ def make(
             module.bias.data.normal_(std=0.1)
             module.running_mean.normal_(std=0.1)
             module.running_var.uniform_(0.5, 1.5)
-    units = Weights(model)
+    options = parsed.units.options()
+    units: Units = Weights(model)
+    if parsed.units.kind == "channels":
+        units = Channels(model, torch.rand(2, *size, generator=torch.Generator().manual_seed(0)), **options)
     keeps = [stage.pruner["keep"] for stage in parsed.stages if "keep" in stage.pruner]
     pruner = Magnitude(units, keeps[-1]) if keeps else None
     answer = None if pruner is None else pruner.finish()
-    artefact.save(folder, model, answer, None)
+    before, cut = cost.cost(model, size, {}), None
+    if isinstance(units, Channels) and answer is not None:
+        cut, model = units.cut(answer), units.slim(model, answer)
+    artefact.save(folder, model, answer, None, units, cut)
     files.write_text(folder / "recipe.yaml", parsed.to_yaml())
     numbers = list(results) or [score("natural", 8000, 10_000), score("pgd-20", 4500, 10_000, 8 / 255)]
     summary = {"recipe": "0123456789ab", "name": parsed.name, "source": "/home/someone/data/x; checksums agree"}
-    layers = artefact.layers(units, answer)
-    files.write_json(
-        folder / "summary.json", {**summary, "stages": [], "results": numbers, "dense": [], "layers": layers}
-    )
-    for number, found in enumerate(evaluation):
-        files.write_json(folder / "evaluation" / f"{number}.json", found)
+    found: dict[str, Any] = {"stages": [], "results": numbers, "dense": [], "layers": artefact.layers(units, answer)}
+    if cut is not None:
+        found |= {"budget": artefact.budget(units, answer, None)}
+        found |= {"cost": cost.reduced(before, cost.cost(model, size, {}))}
+    files.write_json(folder / "summary.json", summary | found)
+    for number, measured in enumerate(evaluation):
+        files.write_json(folder / "evaluation" / f"{number}.json", measured)
     return model.eval()
 
 

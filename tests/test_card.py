@@ -219,3 +219,46 @@ def test_half_written_runs_give_one_line_and_leave_the_old_card(tmp_path: Path) 
     refused(RecipeError, "is not finished")
     (tmp_path / "recipe.yaml").write_text("{")
     refused(RecipeError, "can't be read")
+
+
+@pytest.fixture(scope="module")
+def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
+    folder = tmp_path_factory.mktemp("slim") / "run"
+    made = content(data="fashion", model={"name": "convnet", "width": 8}, keep=0.25, units={"kind": "channels"})
+    return folder, make(folder, made)
+
+
+def test_a_network_without_its_channels_says_so_in_its_own_units(slim: tuple[Path, nn.Module]) -> None:
+    folder, model = slim
+    text, told = card.card(folder), finished.read(folder).summary
+    kept, size = (sum(layer[key] for layer in told["layers"]) for key in ("kept", "size"))
+    budget, cost = told["budget"], told["cost"]
+    assert budget["kept"] < 0.26 * budget["size"]
+    expected = [
+        f"It keeps {budget['kept']:,} of {budget['size']:,} FLOPs",
+        f"**FLOPs kept**: {budget['kept']:,} of {budget['size']:,}",
+        f"**Channels kept**: {kept:,} of {size:,} that may be pruned, in {len(told['layers'])} groups",
+        "**Budget asked for**: 0.25 of the FLOPs",
+        "pruning of channels by HARP",
+        "fine-tuning of the smaller network",
+        f"{cost['macs']:,} before pruning, {cost['macs_kept']:,} now",
+        f"Parameters: {cost['parameters']:,} before pruning, {sum(p.numel() for p in model.parameters()):,} now",
+        "- structured-pruning",
+        "slim.json",
+        "`harp slim RUN --out FOLDER`",
+    ]
+    assert not [line for line in expected if line not in text]
+    assert not [words for words in ("weights kept", "zeros where", "stored sparsely", "masks found") if words in text]
+    shape = "x".join(map(str, model.features[3].weight.shape))
+    assert f"| `features.3.weight` | 16x8x3x3 | {shape} |" in text
+
+
+def test_how_to_load_a_network_without_its_channels_works(slim: tuple[Path, nn.Module]) -> None:
+    folder, model = slim
+    card.write(folder)
+    scope, printed = run_snippets(folder)
+    x = torch.rand(2, 1, 28, 28)
+    with torch.no_grad():
+        assert torch.equal(scope["model"](x), model(x))
+    smaller = len(json.loads((folder / "slim.json").read_text())["kept"])
+    assert f"{len(model.state_dict())} tensors; {smaller} of them" in printed

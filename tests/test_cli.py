@@ -174,23 +174,29 @@ def test_listings(harp: Harp) -> None:
 
 def test_plan_shows_every_layer_and_the_total(harp: Harp) -> None:
     code, out, _ = harp("plan", "vgg16", "--strategy", "erk", "--keep", "0.1%", "--json")
-    rows = json.loads(out)
+    rows = json.loads(out)["layers"]
     assert code == 0
     assert [row["kept"] for row in rows][:3] == [101, 185, 273]
     assert all(row.keys() == {"name", "size", "kept"} for row in rows)
     code, out, _ = harp("plan", "vgg16", "--strategy", "uniform", "--keep", "0.1%")
     assert "15,302,848" in out and "15,303" in out and "features.0.weight" in out
     code, out, _ = harp("plan", "resnet50", "--strategy", "uniform", "--keep", "1%", "--json")
-    assert sum(row["size"] for row in json.loads(out)) == 25_502_912
+    assert json.loads(out)["totals"]["weights"]["size"] == 25_502_912
+    code, out, _ = harp("plan", "tinynet", "--data", "digits", "--channels", "--keep", "25%")
+    assert code == 0 and "keep 25% of the FLOPs" in out and "read by" in out and "parameters" in out
 
 
 def test_doctor(harp: Harp, tmp_path: Path) -> None:
     code, out, _ = harp("doctor", "tinynet", "--data", "digits")
     assert code == 0
     assert "features.0.weight" in out and "a vector" in out and "✓ gradients" in out
+    assert "channels that can be pruned" in out and "✓ channels" in out and "the model's input" in out
+    code, out, _ = harp("doctor", "tinynet", "--data", "digits", "--no-channels")
+    assert code == 0 and "channels that can be pruned" not in out
     code, out, _ = harp("doctor", "resnet8", "--json")
     found = json.loads(out)
     assert found["healthy"] and found["layers"][0]["name"] == "conv1.weight"
+    assert found["spaces"][0]["name"] == "layer1.0.conv1.weight" and found["whole"][0]["readers"] == ["conv1.weight"]
     (tmp_path / "bad.py").write_text(
         "from torch import nn\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.Softmax(1))\n"
     )

@@ -170,6 +170,7 @@ def test_the_table_is_what_the_files_say(finished: tuple[Comparison, dict[str, A
     stages = list((comparison.root / "stages").glob("*-pretrain"))
     assert len(stages) == 2, "one pre-training a seed"
     written = json.loads((comparison.folder / "results.json").read_text())
+    assert (written["size"], written["unit"]) == (comparison.size, "weights")
     assert written["rows"][0]["method"] == "dense"
     robust = [row["robust"] for row in written["rows"][1:]]
     assert robust == sorted(robust, reverse=True)
@@ -444,6 +445,15 @@ def test_seeds_that_keep_different_counts_are_shown_as_a_range() -> None:
     facts = {"method": "m", "keep": 0.1, "failed": None, "epochs": [1], "natural": 0.5, "robust": 0.4, "seconds": 1.0}
     (row,) = standings.rows([{**facts, "seed": 0, "kept": 1000}, {**facts, "seed": 1, "kept": 1200}])
     assert standings.cells(row)[1] == "1,000–1,200"
+
+
+def test_tables_are_in_the_units_of_the_budget() -> None:
+    facts = {"method": "harp", "keep": 0.25, "seed": 0, "failed": None, "epochs": [1, 2, 3], "kept": 902_086}
+    rows = standings.rows([{**facts, "natural": 0.5, "robust": 0.25, "seconds": 1.0}])
+    outcome = {"study": "s", "description": "", "attack": "pgd-5", "measure": "accuracy", "seeds": [0], "rows": rows}
+    text = standings.markdown(outcome | {"size": 3_801_514, "unit": "FLOPs"})
+    assert "## keep 25 %: 950,379 of 3,801,514 FLOPs" in text
+    assert "| method | FLOPs kept |" in text and "| harp | 902,086 |" in text and "weights kept" not in text
 
 
 def test_the_overview_has_a_row_a_method_and_a_column_a_budget() -> None:

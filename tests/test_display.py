@@ -1,8 +1,10 @@
 """What a person sees."""
 
 import io
+import re
 from pathlib import Path
 
+import matplotlib
 import pytest
 from rich.console import Console
 
@@ -37,14 +39,50 @@ def test_progress_shows_epoch_loss_gamma_rate_and_accuracies(terminal: bool) -> 
 
 
 def test_tables_and_headline(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal().table("layers", summary.LAYER_COLUMNS, summary.layer_rows(LAYERS))
+    Terminal().table("layers", summary.layer_columns(), summary.layer_rows(LAYERS))
     out = capsys.readouterr().out
     assert "conv.weight" in out and "1.000%" in out and "total" in out and "60" in out
     dense = [{"name": "natural", "value": 0.9}]
     results = [{"name": "natural", "value": 0.8, "low": 0.7, "high": 0.9, "n": 100}]
-    assert summary.headline(dense, results, LAYERS) == "weights 1,050 → 60 (5.714%), natural 90.0% → 80.0%"
+    told = {"dense": dense, "results": results, "layers": LAYERS}
+    assert summary.headline(told) == "weights 1,050 → 60 (5.714%), natural 90.0% → 80.0%"
     assert summary.result_rows(dense, results) == [["natural", "90.0%", "80.0%", "70.0% – 90.0%", "100", "–"]]
     assert summary.epsilon_text({"attack": {"epsilon": 8 / 255}}) == "8/255"
+
+
+def test_the_headline_is_in_the_units_of_the_budget() -> None:
+    layers = [{"name": "conv2.weight", "size": 8, "kept": 3}, {"name": "fc.weight", "size": 16, "kept": 16}]
+    cost = {"macs": 2000, "macs_kept": 500, "parameters": 300, "parameters_kept": 100}
+    flops = {"kind": "channels", "unit": "FLOPs", "size": 4000, "kept": 1000, "total": 1001}
+    told = {"dense": [], "results": [], "layers": layers, "budget": flops, "cost": cost}
+    parts = ["FLOPs 4,000 → 1,000 (25.000%)", "channels 24 → 19", "MACs 2,000 → 500", "parameters 300 → 100"]
+    assert summary.headline(told) == ", ".join(parts)
+    told["budget"] = {**flops, "unit": "MACs", "size": 2000, "kept": 500}
+    assert summary.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1], parts[3]], "none of them twice"
+    told["cost"] = None
+    assert summary.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1]]
+    told |= {"budget": {**flops, "kind": "weights", "unit": "MACs"}, "layers": LAYERS, "cost": cost}
+    assert summary.spending(told) == ["MACs 4,000 → 1,000 (25.000%)", "weights 1,050 → 60"]
+    assert summary.layer_columns("channels")[:2] == ("read by", "channels")
+    assert summary.layer_columns()[:2] == ("layer", "weights")
+
+
+def test_pictures_name_what_they_count(tmp_path: Path) -> None:
+    title = " ".join(["a title of many words"] * 12)
+    texts = {}
+    for kind in ("weights", "channels"):
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            picture.draw(tmp_path / "layers.svg", title, LAYERS, HISTORY, kind)
+        texts[kind] = (tmp_path / "layers.svg").read_text(encoding="utf-8")
+    assert "channels kept, by the layer that reads them" in texts["channels"]
+    assert "weights kept in each layer" in texts["weights"] and "channels" not in texts["weights"]
+    lines = re.findall(r">([^<]*a title[^<]*)<", texts["channels"])
+    assert len(lines) > 1 and max(map(len, lines)) <= 120, "a long title is broken"
+    row = {"method": "harp", "keep": 0.5, "robust": 0.5, "natural": 0.6, "robust_half": None, "natural_half": None}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        picture.draw_comparison(tmp_path / "robust.svg", "x", [row], "pgd-20", "FLOPs")
+    text = (tmp_path / "robust.svg").read_text(encoding="utf-8")
+    assert "FLOPs kept (%, log scale)" in text and "weights" not in text
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

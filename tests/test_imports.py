@@ -12,7 +12,7 @@ LAYERS = [
     {"errors", "seeds", "display", "confidence"},
     {"files", "normalize", "readers", "frozen", "engine", "schedules", "standings", "energy"},
     {"checkpoint", "split", "models"},
-    {"keeper", "metrics", "masks", "sources", "cost", "prunable"},
+    {"keeper", "metrics", "masks", "sources", "cost", "prunable", "compact"},
     {"units", "data", "attacks", "workers", "picture", "summary"},
     {"apportion", "channels"},
     {"allocate", "kfac", "batches", "objectives", "standardised", "answers", "doctor", "artefact"},

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harp import engine, presets
+from harp import engine, finished, presets
 from harp.errors import RecipeError
 from harp.masks import kept
 from harp.pruners import PRUNERS
@@ -45,6 +45,29 @@ def test_mad_fine_tunes_by_its_own_loss_where_there_is_an_attack() -> None:
     *_, last = content("mad", epsilon="0.2")["stages"]
     assert last["objective"] == {"epsilon": "0.2", "step": 0.05, "name": "mart", "beta": 0.5}
     assert "objective" not in content("mad", objective="natural")["stages"][-1]
+
+
+@pytest.mark.parametrize("method", ["harp", "magnitude"])
+def test_channels_are_pruned_from_flags(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    made = parse(content(method, channels=True, budget="macs", multiple=2), [*SHORT, "model.width=8"])
+    assert made.units.kind == "channels" and made.units.budget == "macs" and made.name.startswith(f"{method}-channels")
+    run = Run(made, tmp_path, fabric=engine.launch(accelerator="cpu"))
+    outcome = run.execute()
+    assert run.cut is not None
+    told = finished.read(outcome.folder)
+    assert told.unit == "MACs" and told.kept <= run.total < 0.06 * told.size
+    counts = [(layer["kept"], layer["size"]) for layer in told.summary["layers"]]
+    assert all(kept % 2 == 0 or kept == size for kept, size in counts)
+
+
+def test_units_without_a_meaning_are_one_line() -> None:
+    with pytest.raises(RecipeError, match="multiple has no meaning for weights"):
+        parse(content("harp", multiple=8))
+    with pytest.raises(RecipeError, match="unknown budget of weights 'flops'"):
+        parse(content("harp", budget="flops"))
+    assert parse(content("harp", budget="macs")).units.budget == "macs"
+    assert "kind" not in content("harp")["units"]
 
 
 def test_unknown_methods_and_strategies_are_one_line() -> None:

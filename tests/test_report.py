@@ -153,6 +153,24 @@ def many(root: Path) -> list[Path]:
     ] + [make_run(root, "dense", 1.0, seed, value=0.62, layers=20) for seed in (0, 1)]
 
 
+WIDTHS = (("block1.conv.weight", 8), ("block2.conv.weight", 16))
+
+
+def channel_run(root: Path, method: str = "harp", keep: float = 0.25, seed: int = 0, **facts: Any) -> Path:
+    """A run that pruned channels under a budget of FLOPs."""
+    folder = make_run(root, method, keep, seed, name=f"slim-{method}-{keep:g}", **facts)
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"units": {"kind": "channels"}}, sort_keys=False))
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["layers"] = [{"name": n, "size": size, "kept": round(size * keep**0.5)} for n, size in WIDTHS]
+    kept = round(1_000_000 * keep) - 1000 * (seed + 1)
+    summary["budget"] = {"kind": "channels", "unit": "FLOPs", "size": 1_000_000, "total": 250_000, "kept": kept}
+    macs = {f"block{i}.conv.weight": 100_000 * (i + 1) for i in range(3)}
+    summary["cost"]["layers"] = [{"name": n, "macs": m, "macs_kept": round(m * keep)} for n, m in macs.items()]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
 class Page(HTMLParser):
     """A page's elements, checked for being closed in order."""
 
@@ -182,6 +200,11 @@ class Page(HTMLParser):
     @property
     def words(self) -> str:
         return " ".join(" ".join(self.text).split())
+
+
+def reported(folders: list[Path], out: Path) -> dict[str, str]:
+    """The three forms of a report, by their endings."""
+    return {path.suffix: path.read_text("utf-8") for path in report.build(folders, out)}
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +262,87 @@ def test_numbers_of_a_run_are_those_of_its_files(single: dict[str, str]) -> None
     assert "15 (15.0 %)" in words and "0.5 kWh" in words and "180 g" in words and "4 min" in words
     for number in ("597", "59.7 %", "harp 1.2.3, torch 2.9", "never", "toys; checksums agree"):
         assert number in words, number
+
+
+def test_a_run_of_channels_speaks_of_flops_and_widths(tmp_path: Path) -> None:
+    files = reported([channel_run(tmp_path, epochs=2)], tmp_path / "report")
+    page, data = Page(files[".html"]), json.loads(files[".json"])
+    line = "FLOPs 1,000,000 → 249,000 (24.900%), channels 24 → 12, MACs 4,000,000 → 80,000, parameters 700 → 170"
+    assert data["headline"].startswith(line) and line in page.words and line in files[".md"]
+    for words in ("FLOPs kept", "Channels kept", "Widths", "Multiplications (MACs) per layer", "24.9 %", "cut out"):
+        assert words in page.words, words
+    for words in ("weights kept", "Preserved weights", "skips zeros", "stored sparsely", "(estimate)"):
+        assert words not in page.words, words
+    (network,) = data["networks"]
+    assert (network["kind"], network["unit"], network["label"]) == ("channels", "FLOPs", "harp, 25 % FLOPs")
+    assert [one["layer"] for one in network["weights"]] == [f"block{i}.conv.weight" for i in range(3)]
+    tables = {table["title"]: table for section in data["sections"] for table in section["tables"]}
+    assert tables["Widths"]["columns"][:2] == ["read by", "channels"]
+    assert tables["Widths"]["rows"] == [["block1.conv", "8", "4"], ["block2.conv", "16", "8"]]
+    work = tables["Multiplications (MACs) per layer"]
+    assert work["rows"][0] == ["block0.conv", "100,000", "25,000"]
+    assert work["rows"][-1] == ["all layers", "600,000", "150,000"]
+    assert "multiplications of one image" in files[".html"]
+
+
+def test_the_work_of_the_layers_is_shown_for_weights_as_well(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["cost"]["layers"] = [{"name": "block0.conv.weight", "macs": 1000, "macs_kept": 10}]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    files = reported([folder], tmp_path / "report")
+    assert "| block0.conv | 1,000 | 10 |" in files[".md"] and "skips zeros" in files[".md"]
+
+
+def test_shares_of_weights_and_of_flops_are_not_mixed(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, method, keep) for method in ("harp", "hydra") for keep in (0.1, 0.01)]
+    folders += [channel_run(tmp_path, method, keep) for method in ("harp", "hydra") for keep in (0.25, 0.5)]
+    folders += [channel_run(tmp_path, "harp", 0.25, 1)]
+    files = reported(folders, tmp_path / "report")
+    data = json.loads(files[".json"])
+    (chapter,) = [section for section in data["sections"] if section["title"] == "Accuracy over sparsity"]
+    assert [table["title"] for table in chapter["tables"]] == ["Accuracy over sparsity", "Accuracy over FLOPs"]
+    assert [row[1] for row in chapter["tables"][0]["rows"]] == ["10 %", "10 %", "1 %", "1 %"]
+    assert all(row[1].endswith("% of the FLOPs") for row in chapter["tables"][1]["rows"])
+    assert files[".html"].count(">weights kept (%") == files[".html"].count(">FLOPs kept (%") == 2, "two panels each"
+    assert any("budgets count different things (weights, FLOPs)" in note for note in data["warnings"])
+    assert not any("different numbers" in note for note in data["warnings"]), "sizes differ by their unit only"
+    labels = [network["label"] for network in data["networks"]]
+    assert len(set(labels)) == len(labels) == 8
+    assert "harp, 10 %" in labels and "harp, 25 % FLOPs" in labels
+    cells = [row[2] for row in data["sections"][0]["tables"][0]["rows"]]
+    assert "60 of 600 weights" in cells and "249,000 / 248,000 of 1,000,000 FLOPs" in cells
+    assert "weights 600 → 6 (1.000%)" in data["headline"], "most networks count weights"
+
+
+def test_where_kinds_were_tested_by_different_attacks_each_is_shown_by_its_own(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, keep=0.1, evaluated=False), make_run(tmp_path, keep=0.01, evaluated=False)]
+    last = channel_run(tmp_path, evaluated=False)
+    summary = json.loads((last / "summary.json").read_text())
+    summary["results"][1] = accuracy("pgd-5", 0.4, epsilon=8 / 255)
+    (last / "summary.json").write_text(json.dumps(summary))
+    page = reported([*folders, last], tmp_path / "report")[".html"]
+    assert (
+        "Accuracy over sparsity, under attack: pgd-20" in page and "Accuracy over sparsity, under attack: pgd-5" in page
+    )
+    assert page.count("Accuracy over sparsity, without attack") == 2
+
+
+def test_of_one_budget_of_channels_the_best_leads_and_not_the_smallest(tmp_path: Path) -> None:
+    folders = [channel_run(tmp_path, "harp", value=0.6), channel_run(tmp_path, "hydra", seed=5, value=0.3)]
+    arranged = groups.arrange(collect.read(folders))
+    assert arranged.lead.method == "harp" and arranged.lead.share > min(v.share for v in arranged.pruned)
+    text = reported(folders, tmp_path / "report")[".md"]
+    assert "harp, 25 % FLOPs, the best of 2 at the smallest budget" in text
+
+
+def test_a_budget_that_is_overspent_is_refused(tmp_path: Path) -> None:
+    folder = channel_run(tmp_path)
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["budget"]["kept"] = 2_000_000
+    (folder / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(RecipeError, match="2000000 of 1000000 FLOPs are kept"):
+        collect.read([folder])
 
 
 def test_seeds_become_means_with_intervals(built: dict[str, str]) -> None:

@@ -410,6 +410,51 @@ def test_normalisation_is_declared_with_its_definition(root: Path) -> None:
     assert any("normalised.py is missing" in line for line in apb.validate(root / "norm-out"))
 
 
+# Channels
+
+
+def test_a_network_without_its_channels_is_submitted_in_the_base_models_width(root: Path) -> None:
+    units = {"kind": "channels", "budget": "parameters"}
+    model = make(root / "channels", content(keep=0.1, units=units), evaluation=MEASURED)
+    submission = apb.prepare([root / "channels"], root / "channels-out", ap_key=KEY, paper=PAPER)
+    key = f"{KEY}_R18_CIFAR10_S_90"
+    assert not [line for line in submission.errors if "no run at" not in line]
+    assert any("share of pruned weights, not of channels" in line for line in submission.warnings)
+    base = loaded(BaseResNet18, root / "channels-out" / "checkpoints" / f"{key}.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(base(images()), model(images()), rtol=1e-4, atol=1e-5)
+    (entry,) = json.loads((root / "channels-out" / "submission.json").read_text())["models"]
+    living = sum(int(p.count_nonzero()) for p in model.parameters() if p.ndim > 1)
+    assert entry["kept"] == living, "the weights of the smaller network, no more and no less"
+    assert entry["size"] == sum(p.numel() for p in base.parameters() if p.ndim > 1)
+    assert 90 <= 100 * (1 - entry["kept"] / entry["size"]) < 91
+    told = json.loads((root / "channels" / "summary.json").read_text())
+    kept, size = (sum(layer[name] for layer in told["layers"]) for name in ("kept", "size"))
+    issue = (root / "channels-out" / "ISSUE.md").read_text()
+    budget = told["budget"]
+    assert f"- {key}: {kept:,} of {size:,}; {budget['kept']:,} of {budget['size']:,} parameters" in issue
+    assert '"Pruning structure": "Structured (S) channels"' in issue
+
+
+def test_structured_sparsity_is_never_overstated() -> None:
+    assert apb._at_level(90.9, 90, "S") and not apb._at_level(89.9, 90, "S") and not apb._at_level(91.5, 90, "S")
+    assert apb._at_level(89.96, 90, "US") and not apb._at_level(90.1, 90, "US")
+
+
+def test_robustbench_takes_a_network_without_its_channels(root: Path) -> None:
+    part = {"name": "resnet18", "width": 0.0625, "normalize": [[0.5, 0.4, 0.3], [0.25, 0.25, 0.2]]}
+    made = content(model=part, keep=0.25, units={"kind": "channels"})
+    make(root / "rb-channels", made, evaluation=[AUTOATTACK])
+    submission = robustbench.prepare(root / "rb-channels", root / "rb-channels-out", **CLAIM)
+    assert not submission.problems, "fresh process, strict load, equal logits"
+    told = json.loads((root / "rb-channels" / "summary.json").read_text())
+    kept, size = (sum(layer[name] for layer in told["layers"]) for name in ("kept", "size"))
+    entry = root / "rb-channels-out" / "model_info" / "cifar10" / "Linf" / f"{CLAIM['name']}.json"
+    footnote = json.loads(entry.read_text())["footnote"]
+    assert f"{told['budget']['kept']:,} of {told['budget']['size']:,} FLOPs kept (" in footnote
+    assert f", {kept:,} of {size:,} channels" in footnote and "weights kept" not in footnote
+
+
 # Taxonomy
 
 
@@ -458,6 +503,8 @@ def test_the_recipe_decides_objectives_rounds_and_locality() -> None:
     del given_weights["stages"][0]
     assert taxonomy.entry(recipe.parse(given_weights), KEY, PAPER)["A: Pretraining "] == "Not Specified"
     assert taxonomy.structure(recipe.parse(content(method="anp-vs"))) == "Structured (S) channels"
+    channels = recipe.parse(content(units={"kind": "channels"}))
+    assert taxonomy.entry(channels, KEY, PAPER)["Pruning structure"] == "Structured (S) channels"
 
 
 # RobustBench

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from harp import files, finished
+from harp import artefact, files, finished
+from harp.channels import Cut
 from harp.finished import IMAGES, Finished
 from harp.models import MODELS
 from harp.recipe import Stage
@@ -82,6 +83,7 @@ _OBJECTIVES = {
     "mart": "MART (Wang et al. 2020)",
 }
 _NORMS = {"linf": "L∞", "l2": "L2"}
+_TAGS = {"weights": "sparsity", "channels": "structured-pruning"}
 _HUB = {  # what hubs call the data sets
     "cifar10": "cifar10",
     "cifar100": "cifar100",
@@ -157,7 +159,7 @@ def _front_matter(found: Finished) -> str:
         "license": "unknown",
         "library_name": "harp",
         "pipeline_tag": "image-classification",
-        "tags": ["pruning", "sparsity", "adversarial-robustness", "pytorch"],
+        "tags": ["pruning", _TAGS[found.recipe.units.kind], "adversarial-robustness", "pytorch"],
         "datasets": [_HUB[found.data]] if found.data in _HUB else [],
         "metrics": ["accuracy"],
         "model-index": [{"name": found.recipe.name, "results": [result]}],
@@ -189,7 +191,9 @@ def _what(found: Finished) -> str:
     method = _method(found)
     made = f"pruned by {method[0]}" if method else "dense (not pruned)"
     line = f"A classifier of {found.classes} classes for {_plain(found.data)}, {_architecture(found)}, {made}. "
-    line += f"It keeps {found.kept:,} of {found.size:,} weights ({found.kept / found.size:.3%})."
+    line += f"It keeps {found.kept:,} of {found.size:,} {found.unit} ({found.kept / found.size:.3%})."
+    if artefact.cut_of(found.folder) is not None:
+        line += " What was pruned is not there any more: whole channels were cut out of its tensors."
     description = _plain(found.recipe.description)
     return f"{description}\n\n{line}" if description else line
 
@@ -207,12 +211,11 @@ def _details(found: Finished) -> str:
         f"- **Architecture**: {_architecture(found)}",
         f"- **Input**: images of {size}, values in [0, 1]{inside}",
         f"- **Output**: {found.classes} logits",
-        f"- **Weights kept**: {found.kept:,} of {found.size:,} in {len(found.summary['layers'])} layers; biases and "
-        "norms are not counted and not pruned",
+        *_kept(found),
     ]
     if found.pruning is not None:
         keep = found.pruning.pruner.get("keep")
-        asked = f"{keep:.4g} of the weights" if keep is not None else "none: the method chose it"
+        asked = f"{keep:.4g} of the {found.unit}" if keep is not None else "none: the method chose it"
         lines.append(f"- **Budget asked for**: {asked}")
     lines.append(
         f"- **Seed**: {found.recipe.seed}; **recipe**: `{found.summary.get('recipe', 'unknown')}`, in `recipe.yaml`"
@@ -222,6 +225,22 @@ def _details(found: Finished) -> str:
         lines.append(f"- **Versions**: {versions}")
     lines.append("- **Licence**: unknown; whoever publishes this model states it here")
     return "\n".join(lines)
+
+
+def _kept(found: Finished) -> list[str]:
+    """What is left, of what the budget counts and of the units that were pruned."""
+    layers, kind = found.summary["layers"], found.recipe.units.kind
+    size, kept = (sum(int(layer[key]) for layer in layers) for key in ("size", "kept"))
+    whole = f"- **{found.unit[0].upper()}{found.unit[1:]} kept**: {found.kept:,} of {found.size:,}"
+    if kind == "channels":
+        groups = f"{len(layers)} group" + "s" * (len(layers) != 1)
+        return [whole, f"- **Channels kept**: {kept:,} of {size:,} that may be pruned, in {groups}"]
+    other = [] if found.unit == kind else [whole]
+    return [
+        *other,
+        f"- **Weights kept**: {kept:,} of {size:,} in {len(layers)} layers; biases and norms are not counted and not "
+        "pruned",
+    ]
 
 
 def _versions(found: Finished) -> str:
@@ -263,10 +282,13 @@ def _stage(found: Finished, stage: Stage) -> str:
         threat = f" ({norm}, epsilon {epsilon_text({'attack': {'epsilon': epsilon}})}, {', '.join(words)})"
     pruner = dict(stage.pruner)
     kind = pruner.pop("name")
-    does = {"dense": "dense", "fixed": "fine-tuning under the masks found before"}.get(kind)
+    channels = found.recipe.units.kind == "channels"
+    tuning = "fine-tuning of the smaller network" if channels else "fine-tuning under the masks found before"
+    does = {"dense": "dense", "fixed": tuning}.get(kind)
     if does is None:
         options = ", ".join(f"{key} {_number(value)}" for key, value in pruner.items())
-        does = f"pruning by {PAPERS[kind][0]}" + (f" ({_plain(options)})" if options else "")
+        what = "pruning of channels" if channels else "pruning"
+        does = f"{what} by {PAPERS[kind][0]}" + (f" ({_plain(options)})" if options else "")
     rate = f"{stage.optimizer.name}, learning rate {stage.optimizer.lr:g}, {stage.optimizer.schedule['name']} schedule"
     return f"**{_plain(stage.name)}**: {stage.epochs} epochs, {does}; {_OBJECTIVES[name]}{threat}; {rate}"
 
@@ -389,12 +411,16 @@ def _caveats(found: Finished) -> str:
 def _cost(found: Finished) -> str:
     lines = []
     cost = found.summary.get("cost") or {}
+    cut = artefact.cut_of(found.folder) is not None
+    left = ("before pruning", "now") if cut else ("dense", "with weights that live")
     if {"macs", "macs_kept"} <= cost.keys():
-        lines.append(
-            f"- Multiplications an image: {cost['macs']:,} dense, {cost['macs_kept']:,} with weights that live"
-        )
+        lines.append(f"- Multiplications an image: {cost['macs']:,} {left[0]}, {cost['macs_kept']:,} {left[1]}")
+    if cut and {"parameters", "parameters_kept"} <= cost.keys():
+        lines.append(f"- Parameters: {cost['parameters']:,} {left[0]}, {cost['parameters_kept']:,} {left[1]}")
     if {"bytes_dense", "bytes_sparse"} <= cost.keys():
-        lines.append(f"- Size: {cost['bytes_dense']:,} bytes dense, about {cost['bytes_sparse']:,} stored sparsely")
+        stored = "now, dense" if cut else "stored sparsely"
+        about = "" if cut else "about "
+        lines.append(f"- Size: {cost['bytes_dense']:,} bytes {left[0]}, {about}{cost['bytes_sparse']:,} {stored}")
     seconds, kwh, grams, by = 0.0, 0.0, 0.0, ""
     for stage in found.stages():
         seconds += float(stage.get("seconds") or 0)
@@ -416,7 +442,13 @@ def _loading(found: Finished) -> str:
     options |= {"normalize": repr(part.normalize)} if part.normalize is not None else {}
     options |= {key: repr(value) for key, value in part.options.items()}
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
-    return f"""With HARP{"" if found.shape else " (put in the shape of your images)"}:
+    where = "" if found.shape else " (put in the shape of your images)"
+    cut = artefact.cut_of(found.folder)
+    return _loading_dense(spec, arguments, where) if cut is None else _loading_slim(cut, spec, arguments, where)
+
+
+def _loading_dense(spec: str, arguments: str, where: str) -> str:
+    return f"""With HARP{where}:
 
 ```python
 import harp
@@ -436,4 +468,45 @@ state = load_file("model.safetensors")
 print(len(state), "tensors;", sum(int((value == 0).sum()) for value in state.values()), "zeros")
 # model.load_state_dict(state, strict=True)
 ```
+"""
+
+
+def _loading_slim(cut: Cut, spec: str, arguments: str, where: str) -> str:
+    """How to load a network that channels were cut out of, and which of its tensors are smaller."""
+    shapes = []
+    for name, before in cut.shapes.items():
+        if len(before) > 1:
+            now = [len(cut.kept[name].get(axis, range(size))) for axis, size in enumerate(before)]
+            shapes.append([f"`{name}`", *("x".join(map(str, shape)) for shape in (before, now))])
+    return f"""With HARP{where}:
+
+```python
+from pathlib import Path
+
+import harp
+from harp import artefact
+
+model = harp.build_model({spec!r}, {arguments})
+artefact.load(Path("."), model)  # this folder's: the channels of slim.json are cut out, then the small tensors fit
+model.eval()
+```
+
+The weights are an ordinary state dict, dense, and smaller than the architecture's: a plain `load_state_dict` into the
+whole architecture fails. `slim.json` says what was cut out: of each tensor the indices that are kept along each axis,
+and the numbers of channels that each module has now. `harp slim RUN --out FOLDER` writes both files beside a
+`rebuild.py`, which gives any copy of the architecture the small tensors and needs nothing but torch and safetensors.
+Without either, a definition of your own with the shapes below takes the tensors under the same names:
+
+```python
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+state, cut = load_file("model.safetensors"), json.loads(Path("slim.json").read_text(encoding="utf-8"))
+print(len(state), "tensors;", len(cut["kept"]), "of them are smaller than the architecture's")
+# model.load_state_dict(state, strict=True)
+```
+
+{_table(["tensor", "in the architecture", "here"], shapes)}
 """

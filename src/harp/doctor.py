@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harp.channels import Channels
 from harp.errors import HarpError
 from harp.frozen import frozen
 from harp.units import Weights
@@ -31,6 +32,8 @@ class Examination:
     layers: list[dict[str, Any]]
     left_out: dict[str, str]
     findings: list[Finding]
+    spaces: list[dict[str, Any]]  # channels that may be pruned: name, size, readers, givers, share of the FLOPs
+    whole: list[dict[str, Any]]  # channels that stay: readers, count, reason
 
     @property
     def healthy(self) -> bool:
@@ -42,8 +45,8 @@ class Examination:
         return {**asdict(self), "healthy": self.healthy}
 
 
-def examine(model: nn.Module, images: Tensor, labels: Tensor) -> Examination:
-    """Examine a model on a batch of images, which should be in [0, 1]."""
+def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool = True) -> Examination:
+    """Examine a model on a batch of images, which should be in [0, 1]; following its channels may take a while."""
     try:
         units = Weights(model)
         layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
@@ -53,16 +56,43 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor) -> Examination:
         )
     except HarpError as error:
         layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))
+    spaces, whole, second = _channels(model, images) if channels else ([], [], [])
     with frozen(model, images, fast=False) as logits:
         checks = [
             first,
+            *second,
             inputs(images),
             normalisation(model),
             answers(logits(images).detach(), labels),
             determinism(logits, images),
             gradients(logits, images, labels),
         ]
-    return Examination(layers, left_out, checks)
+    return Examination(layers, left_out, checks, spaces, whole)
+
+
+def _channels(model: nn.Module, images: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[Finding]]:
+    """The channels that may be pruned and those that may not, and how that stands."""
+    try:
+        units = Channels(model, images)
+    except Exception as error:  # the model is run on things that it was not made for: anything may happen in it
+        said = str(error) if isinstance(error, HarpError) else f"can't be followed: {type(error).__name__}: {error}"
+        return [], [], [Finding("channels", "look", " ".join(said.split()))]
+    matrices = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim > 1}
+    spaces = []
+    for number, space in enumerate(units.spaces):
+        without = [0 if number == other else size for other, size in enumerate(units.sizes)]
+        givers = [name for name in dict.fromkeys(space.givers) if name in matrices]
+        facts = {"name": space.name, "size": units.sizes[number], "readers": space.readers, "givers": givers}
+        spaces.append({**facts, "share": 1 - units.spend(without) / units.size})
+    grouped: dict[str, dict[str, Any]] = {}
+    for part in units.whole:
+        same = grouped.setdefault(part.reason, {"readers": [], "count": 0, "reason": part.reason})
+        same["readers"] += [name for name in part.readers if name not in same["readers"]]
+        same["count"] += part.count
+    least = units.spend(units.lower) / units.size
+    groups = f"{len(spaces)} group" + "s" * (len(spaces) != 1)
+    text = f"{sum(units.sizes):,} channels in {groups}; at least {least:.2%} of the FLOPs stay"
+    return spaces, list(grouped.values()), [Finding("channels", "good", text)]
 
 
 def inputs(images: Tensor) -> Finding:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from harp import files
@@ -12,16 +13,24 @@ from harp.errors import MissingExtra
 # Okabe and Ito's palette: told apart by colour-blind eyes and in grey print.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
 _COLOURS = (_ORANGE, _BLUE, _GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # without its yellow, lost on white
+_TITLE = 120  # letters that a title has room for
 _MARKERS = "osD^vP*X<>hpd8H"  # their number and that of the colours share no factor: 105 pairs before one comes again
 
 
 def draw(
-    path: Path, title: str, layers: Sequence[Mapping[str, Any]], stages: Mapping[str, Sequence[Mapping[str, Any]]]
+    path: Path,
+    title: str,
+    layers: Sequence[Mapping[str, Any]],
+    stages: Mapping[str, Sequence[Mapping[str, Any]]],
+    kind: str = "weights",
 ) -> None:
-    """Draw the layers' rates beside the accuracy over the epochs of all stages, and save it."""
+    """Draw the layers' rates beside the accuracy over the epochs of all stages, and save it.
+
+    `kind` is what the layers count: weights or channels.
+    """
     figure = _figure(title, max(3.2, 0.24 * len(layers) + 1.4))
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_layers(left, layers)
+    _draw_layers(left, layers, kind)
     _draw_epochs(right, stages)
     _save(figure, path)
 
@@ -31,8 +40,9 @@ def _figure(title: str, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtra('pictures need matplotlib: pip install "harp-prune[report]"') from error
-    figure = Figure(figsize=(11, height), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    lines = wrap(title, _TITLE)
+    figure = Figure(figsize=(11, height + 0.2 * (len(lines) - 1)), layout="constrained")
+    figure.suptitle("\n".join(lines), fontsize=11)
     return figure
 
 
@@ -41,21 +51,31 @@ def _save(figure: Any, path: Path) -> None:
         figure.savefig(temporary, format=path.suffix[1:], dpi=130)
 
 
-def _draw_layers(axes: Any, layers: Sequence[Mapping[str, Any]]) -> None:
+def _draw_layers(axes: Any, layers: Sequence[Mapping[str, Any]], kind: str) -> None:
     rates = [100 * layer["kept"] / layer["size"] for layer in layers]
     rows = range(len(layers))
     axes.barh(rows, rates, color=_BLUE, height=0.7)
-    axes.set_xscale("log")
-    axes.set_xlim(left=min(rates) / 2, right=400)
+    channels = kind == "channels"
+    if channels:  # seldom below a few per cent, and a width is read as a share of the whole one
+        axes.set_xlim(0, 120)
+        axes.set_xticks(range(0, 101, 20))
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(left=min(rates) / 2, right=400)
+        axes.xaxis.set_minor_formatter(lambda *_: "")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.tick_params(labelsize=7)
     axes.set_yticks(rows, [layer["name"].removesuffix(".weight") for layer in layers], fontsize=7)
     axes.invert_yaxis()
     for row, (layer, rate) in enumerate(zip(layers, rates, strict=True)):
-        axes.text(rate * 1.08, row, f"{layer['kept']:,}", va="center", fontsize=7)
+        place, of = (rate + 1, f" of {layer['size']:,}") if channels else (rate * 1.08, "")
+        axes.text(place, row, f"{layer['kept']:,}{of}", va="center", fontsize=7)
     whole = 100 * sum(layer["kept"] for layer in layers) / sum(layer["size"] for layer in layers)
     axes.axvline(whole, color=_GREY, linestyle="--", linewidth=1)
-    axes.set_xlabel(f"weights kept in each layer (%, log scale); dashed: whole network, {whole:.3g} %", fontsize=8)
+    what = (
+        "channels kept, by the layer that reads them (%)" if channels else "weights kept in each layer (%, log scale)"
+    )
+    axes.set_xlabel(f"{what}; dashed: whole network, {whole:.3g} %", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -81,8 +101,10 @@ def _draw_epochs(axes: Any, stages: Mapping[str, Sequence[Mapping[str, Any]]]) -
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw_comparison(path: Path, title: str, rows: Sequence[Mapping[str, Any]], attack: str) -> None:
-    """Draw robust and natural accuracy over the weights kept, a line a method, and save it.
+def draw_comparison(
+    path: Path, title: str, rows: Sequence[Mapping[str, Any]], attack: str, unit: str = "weights"
+) -> None:
+    """Draw robust and natural accuracy over what the budget counts (`unit`), a line a method, and save it.
 
     `rows` are those of `harp.standings`: within a budget the best is first; so it is in the legend.
     """
@@ -92,14 +114,14 @@ def draw_comparison(path: Path, title: str, rows: Sequence[Mapping[str, Any]], a
     for axes, key, name in zip(
         figure.subplots(1, 2), ("robust", "natural"), (f"robust ({attack})", "natural"), strict=True
     ):
-        _draw_lines(axes, key, found, methods)
+        _draw_lines(axes, key, found, methods, unit)
         axes.set_ylim(max(0.0, axes.get_ylim()[0]), min(100.0, axes.get_ylim()[1]))  # few seeds' bars may reach beyond
         axes.set_ylabel(f"accuracy, {name} (%)", fontsize=8)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
     _save(figure, path)
 
 
-def _draw_lines(axes: Any, key: str, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> None:
+def _draw_lines(axes: Any, key: str, rows: Sequence[Mapping[str, Any]], methods: Sequence[str], unit: str) -> None:
     shares = sorted({row["keep"] for row in rows if row["keep"] is not None})
     gap = min((high / low for low, high in pairwise(shares)), default=2.0)
     for number, method in enumerate(methods):
@@ -129,7 +151,7 @@ def _draw_lines(axes: Any, key: str, rows: Sequence[Mapping[str, Any]], methods:
     axes.minorticks_off()
     if shares:
         axes.set_xlim(100 * max(shares) * gap**0.5, 100 * min(shares) / gap**0.5)  # reversed: sparse is on the right
-    axes.set_xlabel("weights kept (%, log scale)", fontsize=8)
+    axes.set_xlabel(f"{unit} kept (%, log scale)", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(axis="y", linewidth=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -41,8 +41,14 @@ def recipe(
     batch: int,
     seed: int,
     ignore: list[str],
+    channels: bool = False,
+    budget: str | None = None,
+    multiple: int = 1,
 ) -> dict[str, Any]:
-    """The content of a recipe that pre-trains (unless weights are given), prunes and fine-tunes."""
+    """The content of a recipe that pre-trains (unless weights are given), prunes and fine-tunes.
+
+    `keep` is a share of the weights, or of the FLOPs of `channels`, unless a `budget` says what else it counts.
+    """
     preset = PRESETS.get(data, PAPER)
     lengths = [given if given is not None else usual for given, usual in zip(epochs, preset.epochs, strict=True)]
     threat: dict[str, Any] = {}
@@ -63,13 +69,17 @@ def recipe(
         training,
     )
     described: dict[str, Any] = {"name": model} if weights is None else {"name": model, "weights": weights}
-    words = "".join(letter if letter.isalnum() else "-" for letter in f"{method}-{model.rpartition('/')[2]}-{keep}")
+    units: dict[str, Any] = {"kind": "channels"} if channels else {}
+    units |= {"budget": budget} if budget is not None else {}
+    units |= {"multiple": multiple} if multiple != 1 else {}
+    title = f"{method}-{'channels-' if channels else ''}{model.rpartition('/')[2]}-{keep}"
+    words = "".join(letter if letter.isalnum() else "-" for letter in title)
     return {
         "name": words.strip("-"),
         "seed": seed,
         "data": {"name": data, "batch": batch},
         "model": described,
-        "units": {"ignore": ignore},
+        "units": {**units, "ignore": ignore},
         "objective": training,
         "stages": stages,
         "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},

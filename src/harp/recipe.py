@@ -43,7 +43,7 @@ from harp.schedules import SCHEDULES
 from harp.units import BUDGETS
 
 SHIPPED = Path(__file__).parent / "recipes"
-FORMAT = 1  # part of every hash: raise it when the same recipe would give another result
+FORMAT = 2  # part of every hash: raise it when the same recipe would give another result
 
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
 _MOST_SHOWN = 24  # names in an error: more than that is no answer
@@ -254,7 +254,7 @@ class Stage(_Part):
     objective: ObjectivePart | None = None  # default: the recipe's
     optimizer: Optimizer = Optimizer()
     accumulate: Count = 1
-    compact: Flag = False  # under fixed masks, train without the channels that nobody reads: the same, but for rounding
+    compact: Flag | None = None  # train without channels that fixed masks leave unread: none means where it pays
     select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
 
 

@@ -13,6 +13,7 @@ on from its last state, bit for bit.
 import hashlib
 import inspect
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -46,7 +47,7 @@ from harp.channels import Channels, Cut, Latency
 from harp.channels.dead import slim_for_training, spread_back
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
-from harp.errors import Interrupted, RecipeError
+from harp.errors import Interrupted, ModelError, RecipeError
 from harp.keeper import Keeper, Stop
 from harp.masks import Masks
 from harp.metrics import MetricsFile
@@ -55,6 +56,8 @@ from harp.schedules import SCHEDULES
 from harp.seeds import derive
 from harp.units import Units, Weights
 
+
+logger = logging.getLogger("harp")
 
 WORTHWHILE = 0.8  # the share of multiplications below which training a smaller network pays for making it
 
@@ -208,7 +211,7 @@ class Run:
             files.write_json(folder / "latency.json", self.units.latency.as_dict())
         pruner = self.pruner(stage, before)
         total, whole, left = pruner.total, self.model, None
-        if stage.compact and self.cut is None and before is not None:
+        if stage.pruner["name"] == "fixed" and stage.compact is not False and self.cut is None and before is not None:
             left = self._compacted(before)
             pruner = pruner if left is None else pruners.Fixed(Weights(left.model, **self._names()), left.masks)
             self.model = whole if left is None else left.model
@@ -267,7 +270,13 @@ class Run:
 
     def _compacted(self, masks: Masks) -> Compacted | None:
         """The network without the channels that nobody reads under these masks, if that saves work."""
-        small, small_masks, cut = slim_for_training(self.model, assess.noise_of(self.data), masks)
+        if not _may_have_died(masks):
+            return None
+        try:
+            small, small_masks, cut = slim_for_training(self.model, assess.noise_of(self.data), masks)
+        except ModelError as error:  # it can't be followed, and is trained as it is
+            logger.debug("not compacted: %s", error)
+            return None
         work = cost.cost(small, self.data.shape, {})["macs"]
         if work > WORTHWHILE * self.dense_cost["macs"]:
             return None
@@ -400,6 +409,12 @@ class Run:
         if self.cut is None:
             return cost.cost(self.model, self.data.shape, answer)
         return cost.reduced(self.dense_cost, cost.cost(self.model, self.data.shape, {}))
+
+
+def _may_have_died(masks: Masks) -> bool:
+    """Whether so many inputs of the layers are unread that it is worth a closer look."""
+    read = [mask.flatten(2).any(2).any(0) if mask.ndim > 2 else mask.any(0) for mask in masks.values() if mask.ndim > 1]
+    return sum(int(each.sum()) for each in read) < 0.9 * sum(len(each) for each in read)
 
 
 def contents(recipe: Recipe, source: data.DataSet) -> list[str]:

@@ -35,9 +35,9 @@ def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, 
     return row
 
 
-def columns(attack: str) -> tuple[str, ...]:
-    """The titles of a table; the last column says why runs failed."""
-    return ("method", "weights kept", "natural", attack, "epochs", "time", "failed", "")
+def columns(attack: str, unit: str = "weights") -> tuple[str, ...]:
+    """The titles of a table, whose budget counts `unit`; the last column says why runs failed."""
+    return ("method", f"{unit} kept", "natural", attack, "epochs", "time", "failed", "")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -62,17 +62,17 @@ def accuracy(mean: float | None, half: float | None) -> str:
     return f"{100 * mean:.1f} ± " + ("–" if half is None or math.isnan(half) else f"{100 * half:.1f}")
 
 
-def blocks(found: Sequence[Mapping[str, Any]], size: int) -> list[tuple[str, list[list[str]]]]:
-    """Title and rows of the table of each budget; the dense network is on top of each."""
+def blocks(found: Sequence[Mapping[str, Any]], size: int, unit: str = "weights") -> list[tuple[str, list[list[str]]]]:
+    """Title and rows of the table of each budget, a share of `size`; the dense network is on top of each."""
     dense = [cells(row) for row in found if row["keep"] is None]
     shares = dict.fromkeys(row["keep"] for row in found if row["keep"] is not None)
     by_share = {keep: [cells(row) for row in found if row["keep"] == keep] for keep in shares}
-    return [(title(keep, size), [*dense, *lines]) for keep, lines in by_share.items()] or [("dense", dense)]
+    return [(title(keep, size, unit), [*dense, *lines]) for keep, lines in by_share.items()] or [("dense", dense)]
 
 
-def title(keep: float, size: int) -> str:
+def title(keep: float, size: int, unit: str = "weights") -> str:
     """What a budget means."""
-    return f"keep {100 * keep:.10g} %: {math.floor(keep * size + 0.5):,} of {size:,} weights"
+    return f"keep {100 * keep:.10g} %: {math.floor(keep * size + 0.5):,} of {size:,} {unit}"
 
 
 def overview(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -100,14 +100,14 @@ def notes(outcome: Mapping[str, Any]) -> list[str]:
 
 def markdown(outcome: Mapping[str, Any]) -> str:
     """The tables as Markdown."""
-    head = columns(outcome["attack"])
+    head = columns(outcome["attack"], outcome["unit"])
     lines = [f"# {outcome['study']}", "", *([outcome["description"], ""] if outcome["description"] else [])]
     shares = list(dict.fromkeys(row["keep"] for row in outcome["rows"] if row["keep"] is not None))
     if len(shares) > 1:
         titles = ("method", *(f"keep {100 * keep:.10g} %" for keep in shares))
         lines += [f"## {outcome['attack']}", "", _line(titles), "|---" * len(titles) + "|"]
         lines += [*map(_line, overview(outcome["rows"])), ""]
-    for text, body in blocks(outcome["rows"], outcome["weights"]):
+    for text, body in blocks(outcome["rows"], outcome["size"], outcome["unit"]):
         lines += [f"## {text}", "", _line(head), "|---" * len(head) + "|", *map(_line, body), ""]
     return "\n".join(lines + [f"- {note}" for note in notes(outcome)]) + "\n"
 

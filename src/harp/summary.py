@@ -5,7 +5,10 @@ from typing import Any
 
 from harp.display import bar
 
-LAYER_COLUMNS = ("layer", "weights", "kept", "rate", "")
+
+def layer_columns(kind: str = "weights") -> tuple[str, ...]:
+    """The titles of a table of layers; channels are named by the weight that reads them."""
+    return ("read by" if kind == "channels" else "layer", kind, "kept", "rate", "")
 
 
 def layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -46,14 +49,30 @@ def epsilon_text(result: Mapping[str, Any]) -> str:
     return f"{round(levels)}/255" if abs(levels - round(levels)) < 1e-6 else f"{epsilon:.4g}"
 
 
-def headline(
-    dense: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]]
-) -> str:
-    """Weights and accuracies before and after, in one line."""
-    size, kept = sum(layer["size"] for layer in layers), sum(layer["kept"] for layer in layers)
-    before = {result["name"]: result["value"] for result in dense}
-    parts = [f"weights {size:,} → {kept:,} ({kept / size:.3%})"]
-    for result in results:
+def budget(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's budget counts, of which units, and how much of it is kept; runs that don't say it count weights."""
+    weights = {key: sum(layer[key] for layer in told["layers"]) for key in ("size", "kept")}
+    return {"kind": "weights", "unit": "weights", **weights, **(told.get("budget") or {})}
+
+
+def spending(told: Mapping[str, Any]) -> list[str]:
+    """What is kept: of the budget first, then of the units; of a network without its channels also what it costs."""
+    found, layers, cost = budget(told), told["layers"], told.get("cost") or {}
+    kind, unit, size, kept = (found[key] for key in ("kind", "unit", "size", "kept"))
+    parts = [f"{unit} {size:,} → {kept:,} ({kept / size:.3%})"]
+    if unit != kind:
+        parts.append(f"{kind} {sum(each['size'] for each in layers):,} → {sum(each['kept'] for each in layers):,}")
+    for key, words in (("macs", "MACs"), ("parameters", "parameters")) if kind == "channels" else ():
+        if words != unit and None not in (cost.get(key), cost.get(f"{key}_kept")):
+            parts.append(f"{words} {cost[key]:,} → {cost[f'{key}_kept']:,}")
+    return parts
+
+
+def headline(told: Mapping[str, Any]) -> str:
+    """What a run's summary comes to in one line: what is kept, and the accuracies before and after."""
+    before = {result["name"]: result["value"] for result in told["dense"]}
+    parts = spending(told)
+    for result in told["results"]:
         old = f"{before[result['name']]:.1%} → " if result["name"] in before else ""
         parts.append(f"{result['name']} {old}{result['value']:.1%}")
     return ", ".join(parts)

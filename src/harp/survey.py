@@ -1,6 +1,7 @@
 """Looking at a model before any training: how a strategy would spread a budget, and a check-up."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from harp import allocate, apportion, checkpoint, data, doctor, models
+from harp.channels import TARIFFS, Channels
+from harp.channels.spaces import tariff
 from harp.errors import RecipeError
-from harp.units import Weights
+from harp.units import Units, Weights, exact
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Subject:
     def kind(self, source: data.DataSet | None) -> tuple[int, tuple[int, int, int]]:
         """The number of classes and the image shape."""
         classes, shape = models.usual(self.spec) if source is None else (source.num_classes, source.shape)
-        return self.classes or classes, shape if self.shape is None else _parse_shape(self.shape)
+        return self.classes or classes, shape if self.shape is None else parse_shape(self.shape)
 
     def model(self, source: data.DataSet | None = None) -> nn.Module:
         """The model, seeded, or with its weights."""
@@ -52,19 +55,31 @@ class Subject:
         images = torch.rand(8, *shape, generator=generator)
         return images, torch.randint(classes, (8,), generator=generator)
 
-    def examination(self) -> doctor.Examination:
-        """A check-up."""
+    def examination(self, *, channels: bool = True) -> doctor.Examination:
+        """A check-up, of the channels too or not."""
         source = self.source()
-        return doctor.examine(self.model(source), *self.images(source))
+        return doctor.examine(self.model(source), *self.images(source), channels=channels)
+
+    def units(self, *, channels: bool = False, budget: str | None = None, multiple: int = 1) -> Units:
+        """The weights or the channels of the model, under a budget of their usual kind or of another."""
+        source = self.source()
+        net, (images, _) = self.model(source), self.images(source)
+        options: dict[str, Any] = {} if budget is None else {"budget": budget}
+        if channels:
+            return Channels(net, images, multiple=multiple, **options)
+        if multiple != 1:
+            raise RecipeError(f"multiple {multiple} has no meaning for weights: it is for --channels")
+        return Weights(net, example=images, **options)
 
 
-def spread(net: nn.Module, strategy: str, keep: float, *, as_published: bool = False) -> list[dict[str, Any]]:
-    """Name, size and kept weights of every layer under a strategy.
+def spread(units: Units, strategy: str, keep: float, *, as_published: bool = False) -> list[dict[str, Any]]:
+    """Name, size and kept units of every layer under a strategy.
 
     As published, every layer is rounded on its own: those are the integers of the papers' tables, whose sum may miss
     the budget by a few weights. Strategies that pick single weights have nothing to round.
     """
-    units = Weights(net)
+    if as_published and not exact(units):
+        raise RecipeError("as published is for budgets that count weights: the papers' tables have no others")
     total = units.total(keep)
     counts = allocate.allocate(strategy, units, total)
     if as_published and strategy in allocate.WISHES:
@@ -74,7 +89,21 @@ def spread(net: nn.Module, strategy: str, keep: float, *, as_published: bool = F
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
 
 
-def _parse_shape(text: str) -> tuple[int, int, int]:
+def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """What a whole model costs and what it would at these counts, by what may be counted; the budget's comes first."""
+    found = {units.noun: (units.size, units.spend(counts))}
+    if isinstance(units, Channels):
+        found["channels"] = (sum(units.sizes), sum(counts))
+        for products, words in TARIFFS.values():
+            priced = tariff(units.trace, units.spaces, products(units.model, units.trace))
+            found.setdefault(words, (priced.exact(units.sizes), priced.exact(counts)))
+    else:
+        found.setdefault("weights", (sum(units.sizes), sum(counts)))
+    return found
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """Channels, height and width from text like 3x32x32."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
     if not found:
         raise RecipeError(f"shape {text!r}: write channels x height x width, like 3x32x32")

@@ -38,7 +38,8 @@ class Trial:
         self.passed: list[Space] = []  # what went well last
         self.model = shaken(model)
         generator = torch.Generator().manual_seed(0)
-        self.images = torch.rand((1, *example.shape[1:]), generator=generator).to(example)
+        like = next(p for p in self.model.parameters() if p.is_floating_point())
+        self.images = torch.rand((1, *example.shape[1:]), generator=generator).to(like)
         if not self._runs_calibrated():  # roots and logarithms of weights can't be shaken
             self.model = copied(model).eval()
             if not _finite(self._ask(self.model)):

@@ -16,6 +16,14 @@ Accelerator = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
 Weights = Annotated[Path | None, typer.Option(help="Trained weights: safetensors, or a torch checkpoint.")]
 Classes = Annotated[int | None, typer.Option(help="Number of classes, where no data set says it.")]
 Shape = Annotated[str | None, typer.Option(help="Image shape like 3x32x32, where no data set says it.")]
+Channels = Annotated[
+    bool, typer.Option("--channels", help="Prune whole channels instead of single weights; tensors get smaller.")
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(help="What --keep counts: weights or macs; flops, macs, parameters or memory of channels."),
+]
+Multiple = Annotated[int, typer.Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
 Model = Annotated[
     str, typer.Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or path/to/file.py:function.")
 ]

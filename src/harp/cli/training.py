@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import Accelerator, DataDir, Devices, Json, Model, Out, Set, Weights
+from harp.cli.options import Accelerator, Budget, Channels, DataDir, Devices, Json, Model, Multiple, Out, Set, Weights
 
 
 def demo(out: Out = Path("runs"), changes: Set = []) -> None:  # noqa: B006 (typer copies it)
@@ -33,12 +33,17 @@ def run(
 def prune(
     model: Model,
     data: Annotated[str, typer.Option(help="Data set: a name (`harp list data`) or a file.npz of your own.")],
-    keep: Annotated[str, typer.Option(help="Share of the weights to keep: 1%, 0.01 or 1/100.")],
+    keep: Annotated[
+        str, typer.Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
+    ],
     method: Annotated[str, typer.Option(help="Pruning method (`harp list methods`).")] = "harp",
     strategy: Annotated[
         str | None,
         typer.Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, blend or global."),
     ] = None,
+    channels: Channels = False,
+    budget: Budget = None,
+    multiple: Multiple = 1,
     weights: Weights = None,
     data_dir: DataDir = None,
     out: Out = Path("runs"),
@@ -57,6 +62,8 @@ def prune(
     """Prune a model to an exact budget and prove its robustness: a recipe from flags.
 
     Example: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 1%
+
+    Channels: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 25% --channels
     """
     from harp import presets
     from harp.recipe import parse
@@ -74,6 +81,9 @@ def prune(
         batch=batch,
         seed=seed,
         ignore=ignore,
+        channels=channels,
+        budget=budget,
+        multiple=multiple,
     )
     _execute(parse(content, changes), out, data_dir, devices, accelerator)
 
@@ -88,7 +98,7 @@ def compare(
     methods: Annotated[
         str | None, typer.Option(help="Like harp,hydra+lamp,harp:gamma_step=0.1,dense-small (`harp list methods`).")
     ] = None,
-    keep: Annotated[str | None, typer.Option(help="Shares of the weights to keep, like 10%,1%,0.5%.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Shares of the budget to keep, like 10%,1%,0.5%.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; they share the machine's cores.")] = 1,
     out: Out = Path("runs"),
@@ -120,8 +130,8 @@ def compare(
     if as_json:
         typer.echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
     else:
-        for title, rows in standings.blocks(outcome["rows"], outcome["weights"]):
-            display.table(f"\n{title}", standings.columns(outcome["attack"]), rows)
+        for title, rows in standings.blocks(outcome["rows"], outcome["size"], outcome["unit"]):
+            display.table(f"\n{title}", standings.columns(outcome["attack"], outcome["unit"]), rows)
         typer.echo("\n" + "\n".join(standings.notes(outcome)))
         typer.echo(f"files     {comparison.folder}")
     if any(row["failed"] for row in outcome["rows"]):
@@ -145,7 +155,7 @@ def _run(
 def _execute(
     recipe: Any, out: Path, data_dir: Path | None, devices: int = 1, accelerator: str = "auto", minutes: float = 10.0
 ) -> None:
-    from harp import artefact, card, picture, summary
+    from harp import card, finished, picture, summary
     from harp.display import Quiet, Terminal
     from harp.engine import launch
     from harp.errors import MissingExtra
@@ -158,17 +168,21 @@ def _execute(
     outcome = work.execute()
     if not fabric.is_global_zero:
         return
-    layers = artefact.layers(outcome.units, outcome.masks)
-    display.table("layers", summary.LAYER_COLUMNS, summary.layer_rows(layers))
+    told = finished.read(outcome.folder).summary
+    layers, kind = told["layers"], summary.budget(told)["kind"]
+    display.table(
+        "channels" if kind == "channels" else "layers", summary.layer_columns(kind), summary.layer_rows(layers)
+    )
     measure = (
         f"\n{recipe.name}: {outcome.results[0]['measure']} on the test set of {recipe.data.name}, seed {recipe.seed}"
     )
     display.table(measure, summary.RESULT_COLUMNS, summary.result_rows(outcome.dense, outcome.results))
-    line = summary.headline(outcome.dense, outcome.results, layers)
+    line = summary.headline(told)
     typer.echo(f"\n{line}")
     try:
         for suffix in ("png", "svg"):
-            picture.draw(outcome.folder / f"layers.{suffix}", f"{recipe.name}: {line}", layers, work.histories())
+            file = outcome.folder / f"layers.{suffix}"
+            picture.draw(file, f"{recipe.name}: {line}", layers, work.histories(), kind)
         typer.echo(f"picture   {outcome.folder / 'layers.png'}")
     except MissingExtra as error:
         typer.echo(f"picture   none: {error}", err=True)

@@ -80,7 +80,7 @@ def _measured(runs: Runs) -> str:
 
 def _overview(runs: Runs) -> Figure:
     variants, tests, every = list(runs.variants), _shown_tests(runs), _tests(runs)
-    before = {key: _dense_level(runs, key) for key in every}
+    before = {key: _dense_level(runs.pruned, key) for key in every}
     told = not any(variant.dense for variant in variants) and any(before.values())  # else the dense runs tell it
     lines = [(variant.label, {key: variant.after(key) for key in every}) for variant in variants]
     if told:
@@ -97,9 +97,10 @@ def _overview(runs: Runs) -> Figure:
     names = [label for label, _ in lines]
     axis = Axis("accuracy (%)", scale.fit([0.0, 100.0], room=0.0))
     svg = chart.rows("Accuracy of every network", names, series, axis)
-    columns = ["network", "seeds", "weights kept", *(attack_text(key) for key in every)]
+    what = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
+    columns = ["network", "seeds", what, *(attack_text(key) for key in every)]
     rows = [
-        [variant.label, str(len(variant.runs)), _kept(variant), *(_text(variant.after(key)) for key in every)]
+        [variant.label, str(len(variant.runs)), _kept(runs, variant), *(_text(variant.after(key)) for key in every)]
         for variant in variants
     ]
     if told:
@@ -123,16 +124,17 @@ def _shown_tests(runs: Runs) -> list[Attack]:
     ]
 
 
-def _kept(variant: Variant) -> str:
+def _kept(runs: Runs, variant: Variant) -> str:
     counts = dict.fromkeys(f"{run.kept:,}" for run in variant.runs)
-    return " / ".join(counts) + f" of {variant.runs[0].size:,}"
+    unit = f" {variant.unit}" if len(runs.units) > 1 else ""
+    return " / ".join(counts) + f" of {variant.runs[0].size:,}{unit}"
 
 
-def _dense_level(runs: Runs, key: Attack) -> Estimate | None:
+def _dense_level(pruned: Sequence[Variant], key: Attack) -> Estimate | None:
     """The dense network that the pruned ones began with: each seed's once."""
     once = {
         (run.seed, result.value): result
-        for variant in runs.pruned
+        for variant in pruned
         for run in variant.runs
         for result in run.summary.dense
         if result.key == key
@@ -141,15 +143,23 @@ def _dense_level(runs: Runs, key: Attack) -> Estimate | None:
 
 
 def sparsity(runs: Runs) -> Section | None:
-    """Accuracy over the weights kept, a line a method."""
-    pruned = runs.pruned
-    if len(pruned) < 2:
+    """Accuracy over what is kept, a line a method, a figure for each thing that budgets count."""
+    if len(runs.pruned) < 2:
         return None
-    keys = [key for key in (runs.robust, NATURAL) if key is not None]
-    shares = sorted({float(f"{100 * variant.share:.3g}") for variant in pruned})
-    span = scale.fit(shares, log=True, reverse=True, room=0.14)
+    figures = [_sparsity(runs, unit) for unit in runs.units]
+    lead = "What the methods lose as the budget gets small."
+    if len(figures) > 1:
+        lead += f" Shares of {', '.join(runs.units)} are not the same thing: each has a figure of its own."
+    return Section("sparsity", "Accuracy over sparsity", lead, figures)
+
+
+def _sparsity(runs: Runs, unit: str) -> Figure:
+    pruned = [variant for variant in runs.pruned if variant.unit == unit]
+    keys = [key for key in (_tested_under(runs, pruned), NATURAL) if key is not None]
+    shares = sorted({float(f"{100 * variant.asked:.3g}") for variant in pruned})
+    span = scale.fit([*shares, *(100 * variant.share for variant in pruned)], log=True, reverse=True, room=0.14)
     gap = min((high / low for low, high in pairwise(shares) if high / low > 1.1), default=4.0)
-    methods = runs.methods
+    methods = [method for method in runs.methods if any(variant.method == method for variant in pruned)]
     panels = []
     for key in keys:
         series, values = [], []
@@ -164,11 +174,12 @@ def sparsity(runs: Runs) -> Section | None:
                     points.append(Point(place, 100 * found.value, 100 * found.low, 100 * found.high, text))
                     values += [100 * found.value, 100 * found.low, 100 * found.high]
             series.append(Series(method, next(v.number for v in pruned if v.method == method), points))
-        dense = _dense_level(runs, key)
+        dense = _dense_level(pruned, key)
         levels = [Level(100 * dense.value, 100 * dense.low, 100 * dense.high, "dense")] if dense else []
         values += [100 * dense.value] if dense else []
         y = Axis("accuracy (%)", scale.fit(values, room=0.08, least=0.0, most=100.0))
-        x = Axis("weights kept (%, log scale; sparser to the right)", span, shares)
+        further = "sparser" if unit == "weights" else "smaller"
+        x = Axis(f"{unit} kept (%, log scale; {further} to the right)", span, shares)
         name = "without attack" if key == NATURAL else f"under attack: {attack_text(key)}"
         panels.append(Panel(chart.curves(f"Accuracy over sparsity, {name}", series, x, y, levels=levels), name))
     rows = []
@@ -177,16 +188,22 @@ def sparsity(runs: Runs) -> Section | None:
         cells = [cell for key, drop in zip(keys, drops, strict=True) for cell in (_text(variant.after(key)), drop)]
         rows.append([variant.method, variant.budget, str(len(variant.runs)), *cells])
     heads = [text for key in keys for text in (attack_text(key), "change")]
-    figure = Figure(
-        "Accuracy over sparsity",
-        "The smaller the share of weights that is kept, the further to the right. The dashed line is the dense network "
+    return Figure(
+        "Accuracy over sparsity" if unit == "weights" else f"Accuracy over {unit}",
+        f"The smaller the share of {unit} that is kept, the further to the right. The dashed line is the dense network "
         "before pruning, its band the 95 % interval. Methods of one budget stand side by side so that their bars do "
         "not hide each other.",
         panels,
         Table(["method", "kept", "seeds", *heads], rows, note="Change: against the dense network, in points."),
         [Key(method, next(v.number for v in pruned if v.method == method)) for method in methods],
     )
-    return Section("sparsity", "Accuracy over sparsity", "What the methods lose as the budget gets small.", [figure])
+
+
+def _tested_under(runs: Runs, variants: Sequence[Variant]) -> Attack | None:
+    """The attack that all runs are compared by, or, if none of these was tested by it, that of most of them."""
+    tested = {key: sum(variant.after(key) is not None for variant in variants) for key in runs.attacks}
+    found = runs.robust if runs.robust and tested[runs.robust] else max(tested, key=lambda k: tested[k], default=None)
+    return found if found is not None and tested[found] else None
 
 
 def _drop(variant: Variant, key: Attack) -> str:

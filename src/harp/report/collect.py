@@ -9,13 +9,14 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from harp import checkpoint, files, masks
 from harp.errors import CheckpointError, RecipeError
@@ -181,6 +182,14 @@ class Examples(_Record):
     n: int | None = None
 
 
+class CostLayer(_Record):
+    """The multiplications of one image with a layer's weights, before and after pruning."""
+
+    name: str
+    macs: int = Field(ge=0)
+    macs_kept: int = Field(ge=0)
+
+
 class Cost(_Record):
     """What the network costs to run and to keep."""
 
@@ -190,6 +199,7 @@ class Cost(_Record):
     parameters_kept: int | None = None
     bytes_dense: int | None = None
     bytes_sparse: int | None = None
+    layers: list[CostLayer] = []
 
 
 class Energy(_Record):
@@ -208,6 +218,15 @@ class Layer(_Record):
     kept: int = Field(ge=0)
 
 
+class Budget(_Record):
+    """What was pruned, what the budget counts of it, and how much is kept."""
+
+    kind: str = "weights"
+    unit: str = "weights"
+    size: int = Field(gt=0)
+    kept: int = Field(ge=0)
+
+
 class Summary(_Record):
     """`summary.json`."""
 
@@ -219,6 +238,7 @@ class Summary(_Record):
     dense: list[Accuracy] = []
     layers: list[Layer] = Field(min_length=1)
     cost: Cost | None = None
+    budget: Budget | None = None
 
 
 class StageFile(_Record):
@@ -277,13 +297,31 @@ class Run:
 
     @property
     def size(self) -> int:
-        """All prunable weights."""
-        return sum(layer.size for layer in self.summary.layers)
+        """What the budget counts of the whole network."""
+        return self.budget.size
 
     @property
     def kept(self) -> int:
-        """The weights that are left."""
-        return sum(layer.kept for layer in self.summary.layers)
+        """What is left of that."""
+        return self.budget.kept
+
+    @property
+    def budget(self) -> Budget:
+        """The budget; a run that says nothing of it counts weights."""
+        layers = self.summary.layers
+        size, kept = sum(layer.size for layer in layers), sum(layer.kept for layer in layers)
+        return self.summary.budget or Budget(size=size, kept=kept)
+
+    @property
+    def kind(self) -> str:
+        """What was pruned: weights or channels."""
+        return self.budget.kind
+
+    @property
+    def unit(self) -> str:
+        """What the budget counts, in words that tell channels from weights."""
+        both = self.kind == "channels" and self.budget.unit == "MACs"
+        return f"{self.budget.unit} (channels)" if both else self.budget.unit
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """What the evaluation found of a kind; if the same was measured several times, that of most images, or last."""
@@ -340,6 +378,9 @@ def _read_run(folder: Path) -> Run:
     for layer in summary.layers:
         if layer.kept > layer.size:
             raise RecipeError(f"{folder / 'summary.json'}: layer {layer.name!r} keeps {layer.kept} of {layer.size}")
+    if summary.budget is not None and summary.budget.kept > summary.budget.size:
+        spent = f"{summary.budget.kept} of {summary.budget.size}"
+        raise RecipeError(f"{folder / 'summary.json'}: the budget says that {spent} {summary.budget.unit} are kept")
     stages = []
     for name in (re.split(r"[/\\]", stage)[-1] for stage in summary.stages):
         path = folder.parent / "stages" / name / "stage.json"
@@ -430,21 +471,26 @@ def histograms(run: Run) -> list[Histogram]:
     except CheckpointError as error:
         raise RecipeError(str(error)) from error
     found = []
-    for layer in run.summary.layers:
-        if layer.name not in weights:
-            continue
-        weight = weights[layer.name].detach().float()
-        chosen = kept.get(layer.name)
+    for name in _layer_names(run, weights):
+        weight = weights[name].detach().float()
+        chosen = kept.get(name)
         values = weight[chosen] if chosen is not None and chosen.shape == weight.shape else weight[weight != 0]
         values = values[values.isfinite()]
         if not len(values):
-            found.append(Histogram(layer.name, 0, -1.0, 1.0, [0] * _FEW_BINS, 0.0))
+            found.append(Histogram(name, 0, -1.0, 1.0, [0] * _FEW_BINS, 0.0))
             continue
         end = float(values.abs().max()) or 1.0
         counts = values.histc(_BINS if len(values) >= _MANY else _FEW_BINS, -end, end).int().tolist()
         spread = float(values.std()) if len(values) > 1 else 0.0
-        found.append(Histogram(layer.name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
+        found.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
     return found
+
+
+def _layer_names(run: Run, weights: Mapping[str, Tensor]) -> list[str]:
+    """The layers whose weights are shown: all that channels run through, or those that single weights are pruned of."""
+    costs = run.summary.cost.layers if run.summary.cost else []
+    layers = costs if run.kind == "channels" and costs else run.summary.layers
+    return [layer.name for layer in layers if layer.name in weights]
 
 
 def pixels(text: str, shape: tuple[int, int, int], what: str) -> bytes:

@@ -81,15 +81,12 @@ def _part(run: Run, part: str) -> str:
 
 
 def _headline(run: Run) -> str:
-    results, dense, layers = (
-        [one.model_dump() for one in records] for records in (run.results, run.summary.dense, run.summary.layers)
-    )
-    return summary.headline(dense, results, layers)
+    return summary.headline({**run.summary.model_dump(), "results": [one.model_dump() for one in run.results]})
 
 
 def _means(runs: Runs, lead: Variant) -> str:
-    run = lead.runs[0]
-    parts = [f"weights {run.size:,} → {run.kept:,} ({run.kept / run.size:.3%})"]
+    size = lead.runs[0].size
+    parts = [f"{lead.unit} {size:,} → {lead.share * size:,.0f} ({lead.share:.3%})"]
     for key in [NATURAL, *runs.attacks]:
         before, after = lead.before(key), lead.after(key)
         if after:
@@ -108,7 +105,7 @@ def _shown(runs: Runs, lead: Variant) -> str:
 def _tiles(runs: Runs, lead: Variant) -> list[Tile]:
     run = lead.runs[0]
     share = 100 * run.kept / run.size
-    tiles = [Tile("weights kept", f"{share:.3g} %", "", f"{run.kept:,} of {run.size:,}")]
+    tiles = [Tile(f"{run.unit} kept", f"{share:.3g} %", "", f"{run.kept:,} of {run.size:,}")]
     tests: list[tuple[str, Key]] = [("natural accuracy", NATURAL)]
     if runs.robust is not None:
         # An attack that the dense network was tested under as well, where the strongest one was not its test.
@@ -126,8 +123,12 @@ def _tiles(runs: Runs, lead: Variant) -> list[Tile]:
     if cost and cost.macs and cost.macs_kept is not None:
         times = f"{cost.macs / cost.macs_kept:.3g} times fewer" if cost.macs_kept else ""
         tiles.append(Tile("multiplications (MACs)", count_text(cost.macs_kept), count_text(cost.macs), times))
+    if run.kind == "channels" and cost and cost.parameters and cost.parameters_kept:
+        times = f"{cost.parameters / cost.parameters_kept:.3g} times fewer"
+        tiles.append(Tile("parameters", count_text(cost.parameters_kept), count_text(cost.parameters), times))
     if cost and cost.bytes_dense and cost.bytes_sparse:
-        times = f"{cost.bytes_dense / cost.bytes_sparse:.3g} times smaller (estimate)"
+        estimated = "" if run.kind == "channels" else " (estimate)"
+        times = f"{cost.bytes_dense / cost.bytes_sparse:.3g} times smaller{estimated}"
         tiles.append(
             Tile(
                 "size of the weights",

@@ -26,6 +26,8 @@ def content(report: Report, runs: Runs, histograms: Mapping[str, Sequence[Histog
             {
                 "label": variant.label,
                 "method": variant.method,
+                "kind": variant.kind,
+                "unit": variant.unit,
                 "kept": variant.share,
                 "seeds": [run.seed for run in variant.runs],
                 "runs": [run.folder.name for run in variant.runs],

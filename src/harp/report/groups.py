@@ -57,7 +57,7 @@ class Variant:
 
     @property
     def share(self) -> float:
-        """The share of weights that is kept."""
+        """The share of the budget's unit that is kept."""
         return sum(run.kept for run in self.runs) / sum(run.size for run in self.runs)
 
     @property
@@ -66,14 +66,32 @@ class Variant:
         return all(run.kept == run.size for run in self.runs)
 
     @property
+    def kind(self) -> str:
+        """What was pruned: weights or channels."""
+        return self.runs[0].kind
+
+    @property
+    def unit(self) -> str:
+        """What the budget counts."""
+        return self.runs[0].unit
+
+    @property
+    def asked(self) -> float:
+        """The share that the recipe asks for, or else as it came out: whole channels seldom meet it to the digit."""
+        return _asked(self.runs[0])
+
+    @property
     def budget(self) -> str:
-        """The share in words: as the recipe asks for it, or else as it came out."""
-        return _budget(self.runs[0])
+        """The share in words: as the recipe asks for it, or else as it came out; of what, unless it is of weights."""
+        share = share_text(self.asked)
+        return share if self.unit == "weights" else f"{share} of the {self.unit}"
 
     @property
     def label(self) -> str:
-        """Method and budget."""
-        return self.method if self.dense else f"{self.method}, {self.budget}"
+        """Method and budget, in short."""
+        if self.dense:
+            return self.method
+        return f"{self.method}, {share_text(self.asked)}{'' if self.unit == 'weights' else f' {self.unit}'}"
 
     @property
     def seeds(self) -> str:
@@ -90,7 +108,7 @@ class Variant:
 
 
 def share_text(share: float) -> str:
-    """A share of weights in per cent, with as many digits as it needs."""
+    """A share in per cent, with as many digits as it needs."""
     return f"{100 * share:.3g} %"
 
 
@@ -115,11 +133,21 @@ class Runs:
         return [variant for variant in self.variants if not variant.dense]
 
     @property
+    def units(self) -> list[str]:
+        """What the budgets count: shares of different things are not compared."""
+        return list(dict.fromkeys(variant.unit for variant in self.pruned or self.variants))
+
+    @property
     def lead(self) -> Variant:
-        """What to show first: at the smallest budget, what is best under attack (or without one)."""
-        pool = self.pruned or list(self.variants)
-        budgets = {round(variant.share, 4) for variant in pool}
-        smallest = [variant for variant in pool if round(variant.share, 4) == min(budgets)]
+        """What to show first: at the smallest budget, what is best under attack (or without one).
+
+        Of budgets that count different things, those of most networks.
+        """
+        every = self.pruned or list(self.variants)
+        counted = [variant.unit for variant in every]
+        pool = [variant for variant in every if variant.unit == max(self.units, key=counted.count)]
+        budgets = {round(variant.asked, 4) for variant in pool}
+        smallest = [variant for variant in pool if round(variant.asked, 4) == min(budgets)]
         key = self.robust or NATURAL
         return max(smallest, key=lambda variant: found.value if (found := variant.after(key)) else -1.0)
 
@@ -144,7 +172,7 @@ class Runs:
         budgets = list(dict.fromkeys(variant.budget for variant in chosen))
         if len(budgets) > 1 and len({variant.method for variant in chosen if not variant.dense}) > 1:
             return [
-                (f"{budget} of the weights", [(v.method, v.number, v) for v in chosen if v.budget == budget])
+                (_of_what(budget), [(v.method, v.number, v) for v in chosen if v.budget == budget])
                 for budget in budgets
             ]
         if len(budgets) == 1:
@@ -152,18 +180,23 @@ class Runs:
         return [("", [(variant.label, number, variant) for number, variant in enumerate(chosen)])] if chosen else []
 
 
+def _of_what(budget: str) -> str:
+    return budget if " of the " in budget else f"{budget} of the weights"
+
+
 def arrange(runs: Sequence[Run]) -> Runs:
-    """Group the runs: methods in the order in which they were given, budgets from large to small."""
+    """Group the runs: by what their budgets count, methods in the order given, budgets from large to small."""
     labels = _labels(runs)
     pruned = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
     numbers = {label: number for number, label in enumerate(dict.fromkeys([*pruned, *labels]))}
-    groups: dict[tuple[str, int, str, str], list[Run]] = {}
+    groups: dict[tuple[str, str, int, str, str], list[Run]] = {}
     for run, label in zip(runs, labels, strict=True):
-        groups.setdefault((label, run.size, _budget(run), _content(run.recipe)), []).append(run)
+        groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), _content(run.recipe)), []).append(run)
     variants = [
         Variant(label, numbers[label], sorted(group, key=lambda run: run.seed)) for (label, *_), group in groups.items()
     ]
-    variants.sort(key=lambda variant: (-round(variant.share, 6), variant.number))
+    units = list(dict.fromkeys(run.unit for run in runs))
+    variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.number))
     attacks = list(dict.fromkeys(result.key for run in runs for result in run.results if result.attack is not None))
     return Runs(runs, variants, attacks, _compared_by(runs, attacks))
 
@@ -188,11 +221,13 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     plain = [_method(run.recipe) for run in runs]
     contents = [_content(run.recipe) for run in runs]
     labels = list(plain)
-    for label in set(plain):
-        mine = [number for number, other in enumerate(plain) if other == label]
+    # A pruned network's unit stands in its label anyway; a dense one has none.
+    alike = [(name, run.unit if run.kept < run.size else "") for name, run in zip(plain, runs, strict=True)]
+    for label, unit in sorted(set(alike)):
+        mine = [number for number, other in enumerate(alike) if other == (label, unit)]
         places: dict[tuple[int, str], set[str]] = {}
         for number in mine:
-            places.setdefault((runs[number].size, _budget(runs[number])), set()).add(contents[number])
+            places.setdefault((runs[number].size, share_text(_asked(runs[number]))), set()).add(contents[number])
         if all(len(found) == 1 for found in places.values()) and len({size for size, _ in places}) == 1:
             continue
         flat = {number: dict(_flat(json.loads(contents[number]))) for number in mine}
@@ -216,9 +251,9 @@ def pruner_of(recipe: dict[str, Any]) -> dict[str, Any]:
     return found[-1] if found else {"name": "dense"}
 
 
-def _budget(run: Run) -> str:
+def _asked(run: Run) -> float:
     keep = pruner_of(run.recipe).get("keep")
-    return share_text(keep if isinstance(keep, float) else run.kept / run.size)
+    return keep if isinstance(keep, float) else run.kept / run.size
 
 
 def _method(recipe: dict[str, Any]) -> str:

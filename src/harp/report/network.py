@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from harp.display import duration
@@ -13,36 +14,84 @@ from harp.report.collect import Histogram, Run
 from harp.report.groups import Runs, Variant
 
 _MOST_ROWS = 120  # of a table of epochs; the data file has all
+_BEFORE = 13  # the style of the network before pruning: one that few comparisons get to
 
 
 def layers(runs: Runs) -> Section:
-    """The share and the number of weights that every layer keeps."""
+    """The share and the number of weights or channels that every layer keeps, and what that saves of its work."""
     shapes: dict[tuple[str, ...], list[Variant]] = {}
     for variant in runs.pruned or runs.variants:
-        shapes.setdefault(tuple(layer.name for layer in variant.runs[0].summary.layers), []).append(variant)
+        names = [layer.name for layer in variant.runs[0].summary.layers]
+        shapes.setdefault((variant.kind, *names), []).append(variant)
     blocks: list[Block] = []
-    for names, variants in shapes.items():
-        blocks += [_layer_figure(runs, names, variants, rates=True), _layer_figure(runs, names, variants, rates=False)]
-    lead = (
-        "A strategy is how a budget is spread over the layers. Learned ones usually keep the first and the last layers "
-        "denser than those with most of the weights."
-    )
+    for (kind, *names), variants in shapes.items():
+        blocks += [_layer_figure(runs, _PRUNED[kind == "channels"], names, variants, rates) for rates in (True, False)]
+    blocks += _work(runs)
+    kinds = {kind for kind, *_ in shapes}
+    lead = "A strategy is how a budget is spread over the layers."
+    if kinds != {"channels"}:
+        lead += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
+    if "channels" in kinds:
+        lead += (
+            " Channels that the same weights give and read are one row, named after the first weight that reads them."
+        )
     return Section("layers", "Layers", lead, blocks)
 
 
-def _layer_figure(runs: Runs, names: Sequence[str], variants: Sequence[Variant], rates: bool) -> Figure:
+@dataclass(frozen=True)
+class _Words:
+    """How the figures speak of what was pruned."""
+
+    noun: str
+    row: str
+    axes: tuple[str, str]  # of rates and of numbers
+    titles: tuple[str, str]
+    captions: tuple[str, str]
+    whole: bool  # whether a layer is shown as a part of the whole one, which is far from nothing
+
+
+_PRUNED = (
+    _Words(
+        "weights",
+        "layer",
+        ("weights kept of each layer", "weights kept in each layer"),
+        ("Compression rate per layer", "Preserved weights per layer"),
+        (
+            "From the input (top) to the output (bottom): the share of its weights that a layer keeps.",
+            "The same as numbers of weights: what is left of large layers can still be most of the network.",
+        ),
+        whole=False,
+    ),
+    _Words(
+        "channels",
+        "read by",
+        ("channels kept, by the layer that reads them", "width, by the layer that reads it"),
+        ("Channels kept", "Widths"),
+        (
+            "From the input (top) to the output (bottom): the share of the channels that is kept.",
+            "The same as numbers of channels: the widths of the smaller network, beside those of the whole one.",
+        ),
+        whole=True,
+    ),
+)
+
+
+def _layer_figure(runs: Runs, words: _Words, names: Sequence[str], variants: Sequence[Variant], rates: bool) -> Figure:
     short = [name.removesuffix(".weight") for name in names]
     drawn = runs.panels(variants)
     values = [value for variant in variants for value in _per_layer(variant, rates)]
-    if rates:
-        what, unit = "weights kept of each layer", "%"
+    what = words.axes[not rates]
+    first = variants[0].runs[0].summary.layers
+    before = [Point(row, layer.size) for row, layer in enumerate(first)] if words.whole and not rates else []
+    if rates and words.whole:
+        span = scale.fit([0.0, 100.0], room=0.0)
+    elif rates:
         span = scale.fit(values, log=True, room=0.05, most=100.0)
     else:
-        what, unit = "weights kept in each layer", ""
-        span = scale.fit([max(value, 0.5) for value in values], log=True, room=0.05)
+        span = scale.fit([*(one.y for one in before), *(max(value, 0.5) for value in values)], log=True, room=0.05)
     panels = []
     for title, lines in drawn:
-        series = []
+        series = [Series("before pruning", _BEFORE, before)] if before else []
         for label, number, variant in lines:
             found = _per_layer(variant, rates)
             points = [
@@ -50,28 +99,74 @@ def _layer_figure(runs: Runs, names: Sequence[str], variants: Sequence[Variant],
                 for row, value in enumerate(found)
             ]
             series.append(Series(label, number, points))
-        axis = Axis(f"{what} ({'%, ' if unit else ''}log scale)", span)
+        axis = Axis(f"{what} ({', '.join(['%'] * rates + ['log scale'] * span.log)})", span)
         panels.append(Panel(chart.rows(f"{what} {title}", short, series, axis, joined=True), title))
     empty = any(value == 0 for value in values)
     note = " A layer that keeps nothing has no mark." if empty else ""
-    caption = (
-        f"From the input (top) to the output (bottom): the share of its weights that a layer keeps.{note}"
-        if rates
-        else f"The same as numbers of weights: what is left of large layers can still be most of the network.{note}"
-    )
-    columns = ["layer", "weights", *(variant.label for variant in variants)]
-    first = variants[0].runs[0].summary.layers
+    columns = [words.row, words.noun, *(variant.label for variant in variants)]
     rows = [
         [name, f"{first[row].size:,}", *(_layer_text(_per_layer(variant, rates)[row], rates) for variant in variants)]
         for row, name in enumerate(short)
     ]
-    title = "Compression rate per layer" if rates else "Preserved weights per layer"
-    seeds = "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
-    return Figure(title, caption, panels, Table(columns, rows, note=seeds), legend(drawn))
+    table = Table(columns, rows, note=_seeds(variants))
+    keys = [*([Key("before pruning", _BEFORE)] if before else []), *legend(drawn)]
+    return Figure(words.titles[not rates], f"{words.captions[not rates]}{note}", panels, table, keys)
+
+
+def _seeds(variants: Sequence[Variant]) -> str:
+    return "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
+
+
+def _work(runs: Runs) -> list[Figure]:
+    """The multiplications of every layer before and after pruning, a figure an architecture."""
+    alike: dict[tuple[tuple[str, int], ...], list[Variant]] = {}
+    for variant in runs.pruned or runs.variants:
+        costs = [run.summary.cost.layers if run.summary.cost else [] for run in variant.runs]
+        shapes = {tuple((layer.name, layer.macs) for layer in layers) for layers in costs}
+        if len(shapes) == 1 and costs[0]:
+            alike.setdefault(shapes.pop(), []).append(variant)
+    return [_work_figure(runs, layers, variants) for layers, variants in alike.items()]
+
+
+def _work_figure(runs: Runs, layers: Sequence[tuple[str, int]], variants: Sequence[Variant]) -> Figure:
+    short = [name.removesuffix(".weight") for name, _ in layers]
+    before = [float(macs) for _, macs in layers]
+    drawn = runs.panels(variants)
+    span = scale.fit([*before, *(value for variant in variants for value in _macs(variant))], log=True, room=0.05)
+    panels = []
+    for title, lines in drawn:
+        shown = [("before pruning", _BEFORE, before), *((label, n, _macs(variant)) for label, n, variant in lines)]
+        series = []
+        for label, number, values in shown:
+            texts = [f"{label}, {name}: {value:,.0f}" for name, value in zip(short, values, strict=True)]
+            points = [Point(row, value if value > 0 else None, text=texts[row]) for row, value in enumerate(values)]
+            series.append(Series(label, number, points))
+        axis = Axis("multiplications of one image (log scale)", span)
+        panels.append(Panel(chart.rows(f"multiplications per layer {title}", short, series, axis, joined=True), title))
+    rows = [
+        [name, *(f"{values[row]:,.0f}" for values in (before, *map(_macs, variants)))] for row, name in enumerate(short)
+    ]
+    rows.append(["all layers", *(f"{sum(values):,.0f}" for values in (before, *map(_macs, variants)))])
+    channels = {variant.kind == "channels" for variant in variants}
+    skipped = " Those of pruned weights are saved only by software that skips zeros." if False in channels else ""
+    smaller = " Those of channels that were cut out are saved by any software." if True in channels else ""
+    return Figure(
+        "Multiplications (MACs) per layer",
+        f"How often one image is multiplied by a weight of each layer, before and after pruning.{skipped}{smaller}",
+        panels,
+        Table(["layer", "before pruning", *(variant.label for variant in variants)], rows, note=_seeds(variants)),
+        [Key("before pruning", _BEFORE), *legend(drawn)],
+    )
+
+
+def _macs(variant: Variant) -> list[float]:
+    """The multiplications that are left of each layer, as the mean of the seeds."""
+    costs = [run.summary.cost.layers for run in variant.runs if run.summary.cost]
+    return [sum(layer.macs_kept for layer in column) / len(column) for column in zip(*costs, strict=True)]
 
 
 def _per_layer(variant: Variant, rates: bool) -> list[float]:
-    """Per cent or number of the weights that each layer keeps, as the mean of the seeds."""
+    """Per cent or number of the units that each layer keeps, as the mean of the seeds."""
     columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
     return [
         sum(100 * layer.kept / layer.size if rates else layer.kept for layer in column) / len(column)
@@ -232,11 +327,18 @@ def cost(runs: Runs) -> Section:
             ]
             for variant, found in known
         ]
-        columns = ["network", "MACs", "kept", "", "parameters", "kept", "", "bytes", "sparse", ""]
-        note = (
-            "MACs: multiplications of one image with weights that are not zero; twice as many FLOPs. Sparse: an "
-            "estimate, values with their positions. Time is saved only by software that skips zeros."
-        )
+        columns = ["network", "MACs", "kept", "", "parameters", "kept", "", "bytes", "kept", ""]
+        note = "MACs: multiplications of one image with weights that are not zero; about twice as many FLOPs."
+        kinds = {variant.kind for variant, _ in known if not variant.dense}
+        if "weights" in kinds:
+            note += (
+                " Where single weights were pruned, the bytes are an estimate of values with their positions, and time "
+                "is saved only by software that skips zeros."
+            )
+        if "channels" in kinds:
+            note += (
+                " Where channels were pruned, they are cut out: tensors are smaller, and any software saves the work."
+            )
         blocks.append(Table(columns, rows, "Operations, parameters, size", note))
     blocks.append(_times(runs))
     return Section("cost", "Cost", "What the network costs to run and to store, and what making it took.", blocks)

@@ -88,11 +88,17 @@ def _unlike(runs: Runs) -> list[str]:
     if len(runs.all) == 1:
         return []
     found = []
-    for what, values in (
+    if len(runs.units) > 1:
+        counted = ", ".join(runs.units)
+        found.append(f"The budgets count different things ({counted}): their shares can't be compared with each other.")
+    pairs: list[tuple[str, set[str]]] = [
         ("data sets", {run.data for run in runs.all}),
         ("measures", {result.measure for run in runs.all for result in run.results}),
-        ("numbers of prunable weights", {f"{run.size:,}" for run in runs.all}),
-    ):
+    ]
+    for unit in dict.fromkeys(run.unit for run in runs.all):
+        what = "numbers of prunable weights" if unit == "weights" else f"numbers of {unit} before pruning"
+        pairs.append((what, {f"{run.size:,}" for run in runs.all if run.unit == unit}))
+    for what, values in pairs:
         if len(values) > 1:
             found.append(f"The runs have different {what} ({', '.join(sorted(values))}): compare with care.")
     if runs.robust is not None:

@@ -8,7 +8,9 @@
     FOLDER/ISSUE.md, CHECKLIST.md     the text of the issue; what is left to a person
 
 Protocol of the benchmark: AutoAttack, standard version, L-inf, epsilon 0.031, on the first 10,000 test images, plain
-accuracy (on SVHN too, where we otherwise report balanced accuracy); FMN distances, robust if above 8/255.
+accuracy (on SVHN too, where we otherwise report balanced accuracy); FMN distances, robust if above 8/255. The sparsity
+is that of the weights, also where whole channels were pruned; the base models have their full width, so a network that
+channels were cut out of is submitted with zeros in their place.
 
 Departures from the benchmark's code:
 - a point that FMN never breaks has an infinite distance and counts as robust. Theirs is 0, which counts as broken;
@@ -54,6 +56,7 @@ DATA = {"cifar10": "CIFAR10", "svhn": "SVHN"}
 
 _AP_KEY = re.compile(r"[^\W_]+_[^\W\d_]+\d{4}[^\W_]+")  # one underscore: their loader counts them
 _ROUNDING = 0.05  # per cent of sparsity
+_SURPLUS = 1.0  # the same, by which structured sparsity may be above its level: channels don't divide evenly
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def _model(run: Finished, ap_key: str) -> _Model:
     sparsity = 100 * (1 - kept / size)
     structure = "US" if taxonomy.structure(made) == taxonomy.WEIGHTS else "S"
     nearest = min(SPARSITIES[structure], key=lambda level: abs(level - sparsity))
-    if abs(nearest - sparsity) > _ROUNDING:
+    if not _at_level(sparsity, nearest, structure):
         levels = ", ".join(map(str, SPARSITIES[structure]))
         raise RecipeError(f"{run.folder}: {sparsity:.2f} % of the weights are pruned, the benchmark takes {levels} %")
     key = "_".join([ap_key, ARCHITECTURES[made.model.name], DATA[made.data.name], structure, str(nearest)])
@@ -192,6 +195,7 @@ def _model(run: Finished, ap_key: str) -> _Model:
         "sparsity": nearest,
         "kept": kept,
         "size": size,
+        "channels": _channels(run),
         "normalisation": normalisation,
         "method": run.pruning.pruner if run.pruning else None,
         "seed": made.seed,
@@ -231,6 +235,19 @@ def _count(state: Mapping[str, Tensor]) -> tuple[int, int]:
     """The non-zero weights of all convolutions and linear layers, and all of them."""
     weights = [tensor for tensor in state.values() if tensor.ndim > 1]
     return sum(int(weight.count_nonzero()) for weight in weights), sum(weight.numel() for weight in weights)
+
+
+def _at_level(sparsity: float, level: int, structure: str) -> bool:
+    """Whether a sparsity is what a level says; whole channels may have taken somewhat more, never less."""
+    return -_ROUNDING <= sparsity - level <= (_ROUNDING if structure == "US" else _SURPLUS)
+
+
+def _channels(run: Finished) -> dict[str, Any] | None:
+    """What is left of the channels and of what their budget counts; None where single weights were pruned."""
+    if run.recipe.units.kind != "channels":
+        return None
+    kept, size = (sum(int(layer[key]) for layer in run.summary["layers"]) for key in ("kept", "size"))
+    return {"kept": kept, "size": size, "budget": {"unit": run.unit, "kept": run.kept, "size": run.size}}
 
 
 def _unlike(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -313,7 +330,8 @@ def _wrong_checkpoint(folder: Path, model: Mapping[str, Any]) -> list[str]:
         return [f"its checkpoint does not load strictly: {wrong}"]
     problems = []
     kept, size = _count(state)
-    if kept != model["kept"] or abs(100 * (1 - kept / size) - model["sparsity"]) > _ROUNDING:
+    is_met = _at_level(100 * (1 - kept / size), model["sparsity"], model["structure"])
+    if kept != model["kept"] or not is_met:
         problems.append(f"its checkpoint has {kept:,} of {size:,} weights, not {100 - model['sparsity']} %")
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         problems.append("its checkpoint holds NaN or infinity")

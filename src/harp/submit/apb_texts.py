@@ -46,7 +46,7 @@ def issue(entry: Mapping[str, str], models: Sequence[Mapping[str, Any]]) -> str:
         sparsity = f"{1 - model['kept'] / model['size']:.3%}"
         cells = [model["key"], f"{model['kept']:,}", f"{model['size']:,}", sparsity, counts, str(model["seed"])]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *_normalisation_text(models), ""]
+    lines += ["", *_channels_text(models), *_normalisation_text(models), ""]
     lines += [
         f"AutoAttack: L-inf, epsilon {EPSILON}. Distances: FMN, not tuned by HO-FMN; robust if above 8/255; a point "
         "that was never broken has an infinite distance and counts as robust. The distances files are pickles of plain "
@@ -54,6 +54,19 @@ def issue(entry: Mapping[str, str], models: Sequence[Mapping[str, Any]]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _channels_text(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is said of the models that channels were pruned of."""
+    found = [(model["key"], model["channels"]) for model in models if model["channels"]]
+    if not found:
+        return []
+    lines = ["Whole channels were pruned of these models; they are zero in the checkpoints. Channels kept:", ""]
+    for key, left in found:
+        budget = left["budget"]
+        shares = [f"{part['kept']:,} of {part['size']:,}" for part in (left, budget)]
+        lines.append(f"- {key}: {shares[0]}; {shares[1]} {budget['unit']} ({budget['kept'] / budget['size']:.3%})")
+    return [*lines, ""]
 
 
 def _normalisation_text(models: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -163,7 +163,11 @@ def _pruned(found: Finished) -> str:
     stage = found.pruning
     if stage is None:
         return ""
-    return f"Compressed model: {found.kept:,} of {found.size:,} weights kept ({found.kept / found.size:.3%})."
+    text = f"Compressed model: {found.kept:,} of {found.size:,} {found.unit} kept ({found.kept / found.size:.3%})"
+    if found.recipe.units.kind != "channels":
+        return f"{text}."
+    kept, size = (sum(int(layer[key]) for layer in found.summary["layers"]) for key in ("kept", "size"))
+    return f"{text}, {kept:,} of {size:,} channels; those that were cut out are zero in the checkpoint."
 
 
 def _accuracies(found: Finished) -> dict[str, str | None]:

@@ -86,8 +86,8 @@ def keys(pipeline: str) -> tuple[str, ...]:
 
 
 def structure(made: Recipe) -> str:
-    """What a recipe prunes: single weights or channels."""
-    return KINDS[_pruning(made)[-1].pruner["name"]].structure
+    """What a recipe prunes: single weights or channels, which some methods take out by themselves."""
+    return CHANNELS if made.units.kind == "channels" else KINDS[_pruning(made)[-1].pruner["name"]].structure
 
 
 def entry(made: Recipe, ap_key: str, paper: str) -> dict[str, str]:
@@ -109,7 +109,7 @@ def entry(made: Recipe, ap_key: str, paper: str) -> dict[str, str]:
         steps += [_training(made, later[-1]) if later else learned, rounds]
     else:
         pipeline, steps = BEFORE, [learned, _training(made, later[-1]) if later else NONE, rounds]
-    values = [paper, ap_key, pipeline, *steps, kind.structure, _locality(kind, stage.pruner), kind.criterion]
+    values = [paper, ap_key, pipeline, *steps, structure(made), _locality(kind, stage.pruner), kind.criterion]
     return dict(zip(keys(pipeline), values, strict=True))
 
 
