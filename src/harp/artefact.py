@@ -19,7 +19,6 @@ from harp.errors import BudgetError, CheckpointError
 from harp.masks import Masks
 from harp.units import Units, exact
 
-
 SLIM = "slim.json"
 
 

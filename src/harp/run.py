@@ -56,7 +56,6 @@ from harp.schedules import SCHEDULES
 from harp.seeds import derive
 from harp.units import Units, Weights
 
-
 logger = logging.getLogger("harp")
 
 WORTHWHILE = 0.8  # the share of multiplications below which training a smaller network pays for making it

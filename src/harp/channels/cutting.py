@@ -69,7 +69,7 @@ class Cut:
             setattr(model.get_submodule(owner), attribute, Attention.of(_attention(model, name)))
         for name in self.added:
             layer = model.get_submodule(name.rpartition(".")[0])
-            if layer.bias is None:
+            if getattr(layer, "bias", None) is None:
                 layer.bias = nn.Parameter(_weight(layer).new_zeros(_weight(layer).shape[0]))
         small = self._slices(model)
         for name, tensor in _tensors(model):
