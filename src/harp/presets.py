@@ -11,19 +11,20 @@ from harp.recipe import number, unknown
 
 @dataclass(frozen=True)
 class Preset:
-    """The usual threat and lengths on a data set."""
+    """The usual threat, lengths and crops on a data set."""
 
     epsilon: str
     step: str
     epochs: tuple[int, int, int]  # pre-train, prune, fine-tune
+    pad: int = 4  # small images would lose what they show
 
 
 PAPER = Preset("8/255", "2/255", (100, 20, 100))
 PRESETS = {
-    "fashion": Preset("0.1", "0.025", (20, 10, 20)),
-    "fashion-mnist": Preset("0.1", "0.025", (20, 10, 20)),
-    "mnist": Preset("0.3", "0.075", (20, 10, 20)),
-    "digits": Preset("0.15", "0.0375", (20, 20, 20)),
+    "fashion": Preset("0.1", "0.025", (20, 10, 20), pad=2),
+    "fashion-mnist": Preset("0.1", "0.025", (20, 10, 20), pad=2),
+    "mnist": Preset("0.3", "0.075", (20, 10, 20), pad=2),
+    "digits": Preset("0.15", "0.0375", (20, 20, 20), pad=1),
 }
 
 
@@ -77,7 +78,7 @@ def recipe(
     return {
         "name": words.strip("-"),
         "seed": seed,
-        "data": {"name": data, "batch": batch},
+        "data": {"name": data, "batch": batch, "pad": preset.pad},
         "model": described,
         "units": {**units, "ignore": ignore},
         "objective": training,

@@ -167,7 +167,7 @@ def training(model: nn.Module) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while, with buffers that may be written; the model and the generators are left as they were."""
+    """Eval mode for a while, with buffers that may be written and generators seeded anew; all are as before at the end."""
     before = [(module, module.training, module._buffers) for module in model.modules()]
     copies: dict[int, Tensor] = {}
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
@@ -177,6 +177,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
             kept = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
             module._buffers = kept
         with torch.random.fork_rng(list(devices)):
+            torch.default_generator.manual_seed(0)
+            for device in devices:
+                torch.cuda.default_generators[device.index].manual_seed(0)
             yield
     finally:
         for module, flag, buffers in before:

@@ -138,7 +138,6 @@ class Trial:
     @torch.no_grad()
     def _ask(self, net: nn.Module, *, in_training: bool = False) -> Any:
         with untouched(net):
-            torch.manual_seed(0)
             if in_training:
                 training(net)
             return net(self.images.clone())
