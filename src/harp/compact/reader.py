@@ -1,0 +1,200 @@
+"""Reads `.harp` files: pruned networks, small. docs/format.md describes the format, byte by byte.
+
+This file needs Python 3.11 and numpy and nothing else: copy it to where a network is to be read. No file is trusted:
+checksums come first, and every size is held against the bytes that are there and against `limit` before memory is
+asked for. Whatever is wrong with a file is a `BadFile` of one line.
+"""
+
+import io
+import json
+import math
+import pathlib
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+VERSION = 1
+PRELUDE = struct.Struct("<4sHHIQI")  # magic, version, packing of the header, its length, the file's length, checksum
+LARGEST_HEADER, LARGEST_TENSOR = 1 << 22, 1 << 40  # in bytes, in elements
+SCALE_BITS, PER_LANE, LOWEST, FEW = 12, 1024, 1 << 16, 48  # of the entropy coder; Python is faster for few lanes
+BUCKETS = 64  # codes of positions: below this a Rice parameter, from here on buckets
+DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+STORED = {"f16": "<f2", "f32": "<f4", "int8": "|i1"}
+
+Array = npt.NDArray[Any]
+
+
+class BadFile(ValueError):
+    """The file is damaged, not of this format, or larger than allowed."""
+
+
+class Stored(NamedTuple):
+    """A tensor as it is stored: values at ascending indices in C order; without indices, all values."""
+
+    shape: tuple[int, ...]
+    indices: npt.NDArray[np.int64] | None
+    values: Array
+
+
+def read(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The header, and every tensor in full; at most `limit` bytes of tensors."""
+    header, stored = read_sparse(source, limit)
+    need = sum(math.prod(each.shape) * each.values.itemsize for each in stored.values())
+    _demand(need <= limit, f"the tensors take {need} bytes, more than the limit of {limit}")
+    tensors = {name: np.zeros(shape, values.dtype) for name, (shape, _, values) in stored.items()}
+    for name, (_, indices, values) in stored.items():
+        tensors[name].reshape(-1)[slice(None) if indices is None else indices] = values
+    return header, tensors
+
+
+def read_sparse(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Stored]]:
+    """The header, and every tensor as it is stored; at most `limit` bytes of indices and values."""
+    content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
+    _demand(len(content) >= PRELUDE.size and content[:4] == b"HARP", "this is no .harp file")
+    _, version, packing, length, total, checksum = PRELUDE.unpack_from(content)
+    known = version == VERSION and packing in (0, 1)
+    _demand(known, f"the file is of version {version}, packing {packing}; this reader knows version 1, packing 0 and 1")
+    _demand(total == len(content), f"the file has {len(content)} bytes instead of {total}: it is cut or damaged")
+    packed, data = content[PRELUDE.size : PRELUDE.size + length], content[PRELUDE.size + length :]
+    _demand(zlib.crc32(packed, zlib.crc32(content[: PRELUDE.size - 4])) == checksum, "the header is damaged")
+    header = _header(packed, packing)
+    parts: dict[str, bytes] = {}
+    at = need = 0
+    for entry in header["tensors"]:
+        _check(entry)
+        name, end = entry["name"], at + entry["length"]
+        _demand(name not in parts, f"two tensors are called {name!r}")
+        _demand(entry["offset"] == at and end <= len(data), f"tensor {name!r} is not where it should be")
+        parts[name] = data[at:end]
+        _demand(zlib.crc32(parts[name]) == entry["crc"], f"tensor {name!r} is damaged")
+        each = np.dtype(entry["dtype"]).itemsize + 8 * ("nonzeros" in entry)
+        at, need = end, need + each * entry.get("nonzeros", math.prod(entry["shape"]))
+    _demand(at == len(data), f"{len(data) - at} bytes belong to no tensor")
+    _demand(need <= limit, f"the stored values take {need} bytes, more than the limit of {limit}")
+    return header, {entry["name"]: _tensor(entry, parts[entry["name"]]) for entry in header["tensors"]}
+
+
+def _header(packed: bytes, packing: int) -> dict[str, Any]:
+    try:
+        text = zlib.decompressobj().decompress(packed, LARGEST_HEADER + 1) if packing else packed
+        header: dict[str, Any] = json.loads(text.decode("utf-8")) if len(text) <= LARGEST_HEADER else {}
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise BadFile(f"the header is no JSON: {error}") from error
+    _demand(isinstance(header, dict) and isinstance(header.get("tensors"), list), "the header lists no tensors")
+    return header
+
+
+def _check(entry: Any) -> None:
+    """Refuse an entry of the header that makes no sense by itself."""
+    named = isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("shape"), list)
+    _demand(named, "a tensor has no name or no shape")
+    name, shape, coding, sparse = entry["name"], entry["shape"], entry.get("coding"), "nonzeros" in entry
+    numbers = [entry.get(key) for key in ("offset", "length", "crc", *(("nonzeros", "index") if sparse else ()))]
+    _demand(all(type(n) is int and n >= 0 for n in [*shape, *numbers]), f"{name!r} has a size that is no number")
+    places = math.prod(max(n, 1) for n in shape)  # numpy can't hold (0, 2**40, 2**40) either
+    _demand(places <= LARGEST_TENSOR and len(shape) <= 32, f"{name!r} is too large: shape {shape}")
+    _demand(entry.get("dtype") in DTYPES and coding in ("plain", *STORED), f"{name!r} is stored in an unknown way")
+    _demand(not sparse or numbers[3] <= math.prod(shape), f"{name!r} has more values than places")
+    _demand(coding != "int8" or (sparse and entry.get("scale") in ("f16", "f32")), f"{name!r} has no scales")
+
+
+@np.errstate(all="ignore")  # the numbers of a stranger may be any
+def _tensor(entry: dict[str, Any], content: bytes) -> Stored:
+    part, shape, dtype = io.BytesIO(content), tuple(entry["shape"]), np.dtype(entry["dtype"])
+    size, indices = math.prod(shape), None
+    if "nonzeros" in entry:
+        indices = _positions(io.BytesIO(_take(part, entry["index"])), entry["nonzeros"], size)
+    values = _values(part, entry.get("nonzeros", size), STORED.get(entry["coding"]) or dtype.newbyteorder("<").str)
+    if indices is not None and entry["coding"] == "int8":
+        live, row = np.unique(indices // max(math.prod(shape[1:]), 1), return_inverse=True)
+        values = values * _values(part, len(live), STORED[entry["scale"]]).astype(np.float32)[row]
+    _demand(not part.read(1), f"tensor {entry['name']!r} has bytes to spare")
+    return Stored(shape, indices, values.astype(dtype))
+
+
+def _positions(part: io.BytesIO, count: int, size: int) -> npt.NDArray[np.int64]:
+    """Ascending positions, from the gaps before each: a high part, and so many low bits."""
+    code = _take(part, 1)[0] if count else 0
+    if code < BUCKETS:  # Golomb-Rice: as many zeros as the high part says, and a one
+        unary = _take(part, len(part.getvalue()) - part.tell() - (count * code + 7) // 8)
+        ones = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
+        _demand(len(ones) == count, f"{count} positions expected, {len(ones)} found")
+        high, lengths = np.diff(ones, prepend=-1) - 1, np.full(count, code, np.int64)
+    else:  # entropy-coded buckets: a number below 2 ** (bits + 1), or its highest bits and how many come below them
+        bits, buckets = code - BUCKETS, _symbols(part, count).astype(np.int64)
+        _demand(bits <= 2, f"positions are coded in an unknown way: {code}")
+        high = np.where(buckets < 1 << bits, buckets, (buckets & ((1 << bits) - 1)) + (1 << bits))
+        lengths = np.maximum((buckets >> bits) - 1, 0)
+    largest = (high * 2.0**lengths).max(initial=0)  # in floats, as it may be beyond any integer
+    _demand(largest <= size and lengths.max(initial=0) <= 40, "a position is outside its tensor")
+    low, starts = _take(part, (int(lengths.sum()) + 7) // 8), np.cumsum(lengths) - lengths
+    windows = np.ndarray((len(low) + 1,), "<i8", low + bytes(8), 0, (1,))  # eight bytes from every byte on
+    gaps = (high << lengths) | ((windows[starts >> 3] >> (starts & 7)) & ((1 << lengths) - 1))
+    _demand(gaps.sum(dtype=np.float64) + count <= size and not part.read(1), "a position is outside its tensor")
+    return np.cumsum(gaps + 1) - 1
+
+
+def _values(part: io.BytesIO, count: int, dtype: str) -> Array:
+    """Numbers from their bytes: all the lowest ones, all the next ones, and so on."""
+    return np.stack([_symbols(part, count) for _ in range(np.dtype(dtype).itemsize)], 1).reshape(-1).view(dtype)
+
+
+def _symbols(part: io.BytesIO, count: int) -> npt.NDArray[np.uint8]:
+    """Bytes, stored as they are or entropy-coded by interleaved rANS."""
+    method = _take(part, 1)[0]
+    if method == 0:
+        return np.frombuffer(_take(part, count), np.uint8)
+    _demand(method == 1, f"bytes are coded in an unknown way: {method}")
+    shares, lanes = _frequencies(part), -(-count // PER_LANE)
+    state = np.frombuffer(_take(part, 4 * lanes), "<u4").astype(np.uint32)
+    words = np.frombuffer(_take(part, 2 * int.from_bytes(_take(part, 4), "little")), "<u2").astype(np.uint32)
+    symbol, weight = np.repeat(np.arange(len(shares)), shares), np.repeat(shares, shares)
+    offset = np.arange(len(symbol), dtype=np.uint32) - np.repeat(np.cumsum(shares, dtype=np.uint32) - shares, shares)
+    if lanes < FEW:
+        table, states = list(zip(symbol.tolist(), weight.tolist(), offset.tolist(), strict=True)), state.tolist()
+        plain, source = bytearray(), iter(words.tolist())
+        for i in range(count):
+            now = states[i % lanes]
+            byte, factor, summand = table[now & ((1 << SCALE_BITS) - 1)]
+            plain.append(byte)
+            now = factor * (now >> SCALE_BITS) + summand
+            states[i % lanes] = now if now >= LOWEST else (now << 16) | next(source, 0)
+        _demand(next(source, None) is None and set(states) <= {LOWEST}, "coded bytes do not add up")
+        return np.frombuffer(plain, np.uint8)
+    found = np.empty(count, np.uint8)
+    for start in range(0, count, lanes):
+        state = state[: count - start]  # the last round may have fewer
+        slot = state & ((1 << SCALE_BITS) - 1)
+        found[start : start + lanes] = symbol[slot]
+        state = weight[slot] * (state >> SCALE_BITS) + offset[slot]
+        low = (state < LOWEST).nonzero()[0]
+        _demand(len(low) <= len(words), "coded bytes do not add up")
+        state[low] = (state[low] << 16) | words[: len(low)]
+        words = words[len(low) :]
+    _demand(len(words) == 0 and (state == LOWEST).all(), "coded bytes do not add up")
+    return found
+
+
+def _frequencies(part: io.BytesIO) -> npt.NDArray[np.uint32]:
+    """Of 4096 bytes, how many are 0, 1, ...: in one byte, in two if its first bit is set, or 0 and a run of zeros."""
+    found: list[int] = []
+    while sum(found) < 1 << SCALE_BITS and len(found) < 256:
+        first = _take(part, 1)[0]
+        second = 0 if 0 < first < 128 else _take(part, 1)[0]
+        found += [((first - 128) << 8) + second if first >= 128 else first] if first else [0] * (second + 1)
+    _demand(sum(found) == 1 << SCALE_BITS and len(found) <= 256, "a tensor has no proper frequencies")
+    return np.array(found, np.uint32)
+
+
+def _take(part: io.BytesIO, count: int) -> bytes:
+    content = part.read(count)
+    _demand(len(content) == count >= 0, f"a tensor is cut: {count} bytes expected, {len(content)} there")
+    return content
+
+
+def _demand(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise BadFile(otherwise)
