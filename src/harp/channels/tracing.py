@@ -16,12 +16,10 @@ So nothing is known here of any architecture, and nothing that isn't understood 
 training only, such as auxiliary heads, are followed in a second run, so that they still fit when channels are cut out.
 """
 
-import dataclasses
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from harp.channels import lines
 from harp.channels.atoms import Atoms
 from harp.channels.labels import alike, along, core, cores, first, still, tidy, varying
+from harp.channels.running import slow_attention, tensors_of, training, untouched
 from harp.errors import ModelError
 
 aten = torch.ops.aten
@@ -130,7 +129,7 @@ class Trace:
 def trace(model: nn.Module, example: Tensor) -> Trace:
     """Run the model in eval mode on the first image and follow its channels. The model is left as it was."""
     image = example[:1].clone()
-    with _slow_attention(), untouched(model):
+    with slow_attention(), untouched(model):
         watch = _Watch(model, image)
         try:
             with watch:
@@ -157,58 +156,6 @@ def _follow_training(model: nn.Module, watch: "_Watch", image: Tensor) -> bool:
         logger.debug("training mode is not followed: %s", error)
     watch.uses, watch.computed = uses, computed  # costs are those of eval mode
     return len(watch.axes) > sites
-
-
-def training(model: nn.Module) -> None:
-    """Training mode for all but norms, which would note statistics of the batch."""
-    for module in model.modules():
-        module.training = not isinstance(module, nn.modules.batchnorm._NormBase)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while, with buffers that may be written and generators seeded anew; all are as before at the end."""
-    before = [(module, module.training, module._buffers) for module in model.modules()]
-    copies: dict[int, Tensor] = {}
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    try:
-        for module, _, buffers in before:
-            module.training = False
-            kept = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
-            module._buffers = kept
-        with torch.random.fork_rng(list(devices)):
-            torch.default_generator.manual_seed(0)
-            for device in devices:
-                torch.cuda.default_generators[device.index].manual_seed(0)
-            yield
-    finally:
-        for module, flag, buffers in before:
-            module.training, module._buffers = flag, buffers
-
-
-@contextmanager
-def _slow_attention() -> Iterator[None]:
-    """Keep transformers from their fast path, which is one opaque operation."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def tensors_of(answer: Any) -> list[Tensor]:
-    """The tensors of a model's answer, also of a class of somebody's own."""
-    found, waiting, seen = [], [answer], set()
-    while waiting:
-        for leaf in tree_leaves(waiting.pop(0)):
-            if isinstance(leaf, Tensor):
-                found.append(leaf)
-            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
-                seen.add(id(leaf))
-                fields = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
-                waiting.append([*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name) for name in fields)])
-    return found
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -651,10 +598,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self.linear(right, 0, left, 1, func)
         else:
             found = None
-            if self.origin.get(id(right)) or self.origin.get(id(left)):
-                weight, x = (right, left) if id(right) in self.origin else (left, right)
-                rows, fixed = (x.shape, weight.shape) if weight is right else (x.T.shape, weight.T.shape)
-                self.computed.append(Use("", rows[0], 1, None, torch.zeros(fixed[1], dtype=torch.long), fixed[0]))
+            if id(left) in self.origin or id(right) in self.origin:  # a weight that is computed
+                gives = torch.zeros(result.shape[1], dtype=torch.long)
+                self.computed.append(Use("", result.shape[0], 1, None, gives, left.shape[1]))
         if found is None or (bias and self.is_matrix(left)):
             return self.unknown(func, args, kwargs, inputs, result)
         if bias:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from harp.channels.cutting import Cut, plan
 from harp.channels.latency import NOUN, Latency, measure
 from harp.channels.products import TARIFFS
+from harp.channels.running import untouched
 from harp.channels.spaces import Space, Tariff, Whole, spaces, tariff
-from harp.channels.tracing import trace, untouched
+from harp.channels.tracing import trace
 from harp.channels.trial import TOLERANCE, Trial, difference, first_line
 from harp.errors import ModelError, RecipeError
 from harp.masks import Masks

@@ -1,0 +1,62 @@
+"""Running a model without leaving a trace, and finding the tensors of its answer."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+def training(model: nn.Module) -> None:
+    """Training mode for all but norms, which would note statistics of the batch."""
+    for module in model.modules():
+        module.training = not isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while, with buffers that may be written and seeded generators; all is as before at the end."""
+    before = [(module, module.training, module._buffers) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    try:
+        for module, _, buffers in before:
+            module.training = False
+            kept = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
+            module._buffers = kept
+        with torch.random.fork_rng(list(devices)):
+            torch.default_generator.manual_seed(0)
+            for device in devices:
+                torch.cuda.default_generators[device.index].manual_seed(0)
+            yield
+    finally:
+        for module, flag, buffers in before:
+            module.training, module._buffers = flag, buffers
+
+
+@contextmanager
+def slow_attention() -> Iterator[None]:
+    """Keep transformers from their fast path, which is one opaque operation."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def tensors_of(answer: Any) -> list[Tensor]:
+    """The tensors of a model's answer, also of a class of somebody's own."""
+    found, waiting, seen = [], [answer], set()
+    while waiting:
+        for leaf in tree_leaves(waiting.pop(0)):
+            if isinstance(leaf, Tensor):
+                found.append(leaf)
+            elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                fields = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
+                waiting.append([*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name) for name in fields)])
+    return found
