@@ -218,6 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
         "atoms.py",
         "labels.py",
         "lines.py",
+        "running.py",
         "tracing.py",
         "spaces.py",
         "trial.py",

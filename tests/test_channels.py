@@ -1,6 +1,9 @@
 """Channels as units: their scores are sums over what reads them, and their costs are the paper's."""
 
 import copy
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,3 +195,15 @@ def test_a_budget_must_be_known() -> None:
 def test_patterns_must_mean_something() -> None:
     with pytest.raises(ModelError, match="matches no parameter"):
         Channels(Mixed(), torch.rand(1, 3, 9, 8), ignore=["nothing.*"])
+
+
+def test_the_documentations_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "channels.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(example.replace("32, 32))", "32, 32), width=0.25)", 1), "docs/channels.md", "exec"), scope)
+    share = scope["units"].spent(scope["found"]) / scope["units"].size
+    assert capsys.readouterr().out.endswith(f"{share:.1%} of the FLOPs\n")
+    assert share == pytest.approx(0.25, abs=0.02)
+    left, before = (sum(p.numel() for p in scope[name].parameters()) for name in ("small", "model"))
+    assert left < 0.4 * before
