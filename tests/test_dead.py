@@ -485,3 +485,31 @@ def test_masks_of_another_model_are_refused() -> None:
     for call in (unread, remove_dead):
         with pytest.raises(ModelError, match="masks of another model"):
             call(cases.build("conv"), IMAGES, {"features.0.weight": torch.ones(3, 3, dtype=torch.bool)})
+
+
+def test_a_convolution_whose_weight_is_a_buffer_is_left_alone() -> None:
+    """A fixed filter between layers that are trained: it has no mask, and nothing of it may be lost."""
+
+    class Blurred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(1, 6, 3), nn.Linear(4 * 16, 3)
+            self.middle = nn.Conv2d(6, 4, 3)
+            self.register_buffer("blur", torch.rand(6, 1, 3, 3))
+            self.register_buffer("mix", torch.rand(6, 6, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            blurred = F.conv2d(F.conv2d(self.first(x), self.blur, groups=6), self.mix)
+            return self.last(self.middle(F.relu(blurred))[:, :, :4, :4].flatten(1))
+
+    torch.manual_seed(0)
+    model, images = Blurred().eval(), torch.rand(2, 1, 12, 12)
+    with torch.no_grad():
+        model.middle.weight[:, 2] = 0
+        model.middle.weight[3] = 0
+        removed = remove_dead(model, images)
+        torch.testing.assert_close(removed.model(images), model(images), rtol=1e-5, atol=1e-6)
+    masks = {"middle.weight": model.middle.weight != 0}
+    small, _, _ = slim_for_training(model, images, masks)
+    with torch.no_grad():
+        torch.testing.assert_close(small(images), model(images), rtol=1e-5, atol=1e-6)

@@ -276,6 +276,9 @@ class Run:
         except ModelError as error:  # it can't be followed, and is trained as it is
             logger.debug("not compacted: %s", error)
             return None
+        except Exception as error:  # a model may do anything, and a short cut must not cost the training
+            logger.warning("trained with all channels, as they can't be followed: %s: %s", type(error).__name__, error)
+            return None
         work = cost.cost(small, self.data.shape, {})["macs"]
         if work > WORTHWHILE * self.dense_cost["macs"]:
             return None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from harp.channels.running import slow_attention
 from harp.frozen import frozen
 
 aten = torch.ops.aten
@@ -58,13 +59,8 @@ class Reading:
 def readings(model: nn.Module, example: Tensor) -> dict[str, list[Reading]]:
     """What each weight of the model reads in eval mode, at all of its applications that can be followed."""
     watch = _Watch(model, example)
-    fast = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)  # one opaque operation otherwise
-        with frozen(model, example, fast=False) as net, watch:
-            answer = net(example)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    with frozen(model, example, fast=False) as net, slow_attention(), watch:
+        answer = net(example)
     return watch.finish(answer)
 
 

@@ -72,7 +72,7 @@ class Cut:
             if getattr(layer, "bias", None) is None:
                 layer.bias = nn.Parameter(_weight(layer).new_zeros(_weight(layer).shape[0]))
         small = self._slices(model)
-        for name, tensor in _tensors(model):
+        for name, tensor in named_tensors(model):
             if id(tensor) in small:
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, small[id(tensor)])
@@ -82,7 +82,7 @@ class Cut:
 
     def _check(self, model: nn.Module) -> None:
         """Refuse a model that this was not made for, before anything is changed."""
-        known = {name: list(tensor.shape) for name, tensor in _tensors(model)}
+        known = {name: list(tensor.shape) for name, tensor in named_tensors(model)}
         modules = dict(model.named_modules())
         for name, shape in self.shapes.items():
             if name not in self.added and known.get(name) != shape:
@@ -104,7 +104,7 @@ class Cut:
     def _slices(self, model: nn.Module) -> dict[int, Tensor]:
         """The small tensors by the large ones' ids."""
         found: dict[int, Tensor] = {}
-        for name, tensor in _tensors(model):
+        for name, tensor in named_tensors(model):
             if name in self.kept and id(tensor) not in found:
                 small = self.slice(name, tensor.detach())
                 is_parameter = isinstance(tensor, nn.Parameter)
@@ -113,7 +113,7 @@ class Cut:
 
     def applied(self, model: nn.Module, *, share: bool = False) -> nn.Module:
         """A smaller copy of a model; with `share` it holds the same tensors where they keep their size."""
-        shared = {id(tensor): tensor for _, tensor in _tensors(model) if share}
+        shared = {id(tensor): tensor for _, tensor in named_tensors(model) if share}
         small = copy.deepcopy(model, dict(shared))
         self.apply(small)
         return small
@@ -171,7 +171,7 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
             now = sizes.setdefault(owner, {}).get(attribute, getattr(model.get_submodule(owner), attribute))
             sizes[owner][attribute] = now - share * removed
         swapped += space.swaps if removed else []
-    before = dict(_tensors(model))
+    before = dict(named_tensors(model))
     cut = {id(before[name]): name for name in kept}
     for alias, tensor in before.items():  # a shared tensor has several owners, and all of them remember its size
         if id(tensor) in cut:
@@ -220,6 +220,6 @@ def _weight(layer: nn.Module) -> Tensor:
     return weight
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """All parameters and buffers, by all of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

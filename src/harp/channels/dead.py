@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.channels.constants import Reading, readings
-from harp.channels.cutting import Cut, plan
+from harp.channels.cutting import Cut, named_tensors, plan
 from harp.channels.spaces import Space
 from harp.channels.tracing import Trace
 from harp.channels.trial import difference
@@ -173,7 +173,8 @@ def _alive(model: nn.Module, names: Collection[str], masks: Mapping[str, Tensor]
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             raise ModelError(f"no weight of shape {tuple(mask.shape)} called {name!r}: masks of another model?")
-    ones = {name: torch.ones_like(parameters[name], dtype=torch.bool) for name in names}
+    tensors = dict(named_tensors(model))
+    ones = {name: torch.ones_like(tensors[name], dtype=torch.bool) for name in names}
     return {name: masks[name].clone() if name in masks else alive for name, alive in ones.items()}
 
 
@@ -234,7 +235,8 @@ class _Search:
         self.model = model
         self.units = Channels(model, example)
         self.places = _Places(self.units.trace, self.units.spaces)
-        self.weights_of = {name: model.get_parameter(name).detach() for name in self.places.names}
+        tensors = dict(named_tensors(model))  # a weight may be a buffer
+        self.weights_of = {name: tensors[name].detach() for name in self.places.names}
         uses = Counter(use.name for use in self.units.trace.uses)
         found = readings(model, example)
         self.readings = {name: each for name, each in found.items() if len(each) == uses[name]}
@@ -362,7 +364,7 @@ class _Search:
         if target is None:
             weight = self.weights_of[name]
             target = nn.Parameter(torch.zeros(len(gift), dtype=weight.dtype, device=weight.device))
-            target.requires_grad_(self.model.get_parameter(name).requires_grad)
+            target.requires_grad_(dict(named_tensors(self.model))[name].requires_grad)
             setattr(module, attribute, target)
             self.biases.append(home)
         with torch.no_grad():

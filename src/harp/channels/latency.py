@@ -19,7 +19,6 @@ stay the same.
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.channels.cutting import plan
+from harp.channels.running import slow_attention
 from harp.channels.spaces import Product, Space, tariff
 from harp.channels.tracing import Trace, Use
 from harp.errors import ModelError, RecipeError
@@ -193,7 +193,7 @@ class _Stopwatch:
         return [statistics.median(seen) for seen in wholes], medians
 
     def _whole(self, net: nn.Module) -> float:
-        with frozen(net, self.images, fast=False) as answer, _plain_attention():
+        with frozen(net, self.images, fast=False) as answer, slow_attention():
             start = self.clock()
             answer(self.images)
             return (self.clock() - start) * _PICOSECONDS
@@ -220,7 +220,7 @@ class _Stopwatch:
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(lambda *_, name=name: leave(name)))
         try:
-            with frozen(net, self.images, fast=False) as answer, _plain_attention():
+            with frozen(net, self.images, fast=False) as answer, slow_attention():
                 answer(self.images)
         finally:
             for handle in handles:
@@ -272,14 +272,3 @@ def _clock(device: torch.device) -> Clock:
 
         return now
     return time.perf_counter
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Attention as networks with fewer heads compute it."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
