@@ -254,7 +254,7 @@ class Run:
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
             masked = answer if self.cut is None and left is None else before
-            artefact.save(folder, self.model, masked, None if self.cut else total, self.units, self.cut)
+            artefact.save(folder, self.model, masked, self.total if self.cut else total, self.units, self.cut)
             files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {

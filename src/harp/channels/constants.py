@@ -64,7 +64,7 @@ def readings(model: nn.Module, example: Tensor) -> dict[str, list[Reading]]:
     return watch.finish(answer)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """The flags beside every tensor of a run; a tensor without any is constant."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from harp.channels.attention import Attention
 from harp.channels.spaces import Space
-from harp.channels.tracing import Trace
+from harp.channels.traces import Trace
 from harp.errors import ModelError
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

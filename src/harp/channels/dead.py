@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from harp.channels.constants import Reading, readings
 from harp.channels.cutting import Cut, named_tensors, plan
 from harp.channels.spaces import Space
-from harp.channels.tracing import Trace
+from harp.channels.traces import Trace
 from harp.channels.trial import difference
 from harp.channels.units import Channels
 from harp.errors import ModelError

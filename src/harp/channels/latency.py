@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from harp.channels.cutting import plan
 from harp.channels.running import slow_attention
 from harp.channels.spaces import Product, Space, tariff
-from harp.channels.tracing import Trace, Use
+from harp.channels.traces import Trace, Use
 from harp.errors import ModelError, RecipeError
 from harp.frozen import frozen
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from harp.channels.spaces import Product
-from harp.channels.tracing import Site, Trace, Use, trace
+from harp.channels.traces import Site, Trace, Use
+from harp.channels.tracing import trace
 
 _BYTES = 4
 

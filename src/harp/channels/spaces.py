@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from harp.channels.tracing import Trace
+from harp.channels.traces import Trace
 
 Matrix = npt.NDArray[np.int64]
 

@@ -23,7 +23,7 @@ from harp.channels import lines
 from harp.channels.cutting import plan
 from harp.channels.running import tensors_of, training, untouched
 from harp.channels.spaces import Space, Whole
-from harp.channels.tracing import Trace
+from harp.channels.traces import Trace
 from harp.errors import ModelError
 
 TOLERANCE = 1e-4  # relative to the largest entry, in 32 bit and through many layers
