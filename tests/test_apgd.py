@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from harp.attacks import Apgd, ApgdDlr, ApgdT, Ball
 from harp.attacks.apgd import _checkpoints
 from harp.attacks.stepwise import Packing
-from harp.checkpoint import load_state, save_state
 from harp.errors import RecipeError
 from tests import cases
+from tests.interruption import go_on
 
 KINDS: list[Any] = [Apgd, ApgdDlr, ApgdT]
 BALLS = {"linf": 0.04, "l2": 0.35}
@@ -337,27 +337,13 @@ def test_the_model_does_not_notice() -> None:
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
 
-class Enough(Exception):
-    """Stops an attack."""
-
-
 @pytest.mark.parametrize("attack", [Apgd(0.04, steps=12, restarts=2), ApgdT(0.5, "l2", steps=9)], ids=["ce", "t"])
 @pytest.mark.parametrize("at", [1, 10, 23])
 def test_interrupted_work_ends_with_the_same_bits(attack: Any, at: int, tmp_path: Path) -> None:
     model, (x, y) = trained(4), task(4, 30)
     whole = run(attack, model, x, y, batch=8)
-    first = Packing(attack, model, x, y, batch=8, seed=0)
-
-    def save() -> None:
-        if first.ticks == at:
-            save_state(tmp_path / "state.pt", first.state())
-            raise Enough
-
-    with pytest.raises(Enough):
-        first.run(save)
-    second = Packing(attack, model, x, y, batch=8, seed=0)
-    second.load(load_state(tmp_path / "state.pt"))
-    second.run()
+    first, second = (Packing(attack, model, x, y, batch=8, seed=0) for _ in range(2))
+    go_on(first, second, at, tmp_path / "state.pt")
     assert torch.equal(second.points, whole.points) and torch.equal(second.fooled, whole.fooled)
     assert second.ticks == whole.ticks
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from harp.attacks import Square
 from harp.attacks.square import _along, _form, _pyramid, _sides, _square
 from harp.attacks.stepwise import Packing
-from harp.checkpoint import load_state, save_state
 from harp.errors import DataError, RecipeError
 from tests import cases
-from tests.test_apgd import BALLS, Calls, Enough, right, run, task, trained
+from tests.interruption import go_on
+from tests.test_apgd import BALLS, Calls, right, run, task, trained
 
 NORMS = {"linf": "Linf", "l2": "L2"}
 
@@ -235,18 +235,8 @@ def test_the_model_does_not_notice() -> None:
 def test_interrupted_work_ends_with_the_same_bits(attack: Any, at: int, tmp_path: Path) -> None:
     model, (x, y) = trained(4), task(4, 30)
     whole = run(attack, model, x, y, batch=8)
-    first = Packing(attack, model, x, y, batch=8, seed=0)
-
-    def save() -> None:
-        if first.ticks == at:
-            save_state(tmp_path / "state.pt", first.state())
-            raise Enough
-
-    with pytest.raises(Enough):
-        first.run(save)
-    second = Packing(attack, model, x, y, batch=8, seed=0)
-    second.load(load_state(tmp_path / "state.pt"))
-    second.run()
+    first, second = (Packing(attack, model, x, y, batch=8, seed=0) for _ in range(2))
+    go_on(first, second, at, tmp_path / "state.pt")
     assert torch.equal(second.points, whole.points) and torch.equal(second.fooled, whole.fooled)
 
 

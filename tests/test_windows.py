@@ -14,8 +14,8 @@ from harp import models
 from harp.attacks import Square, square, windows
 from harp.attacks.stepwise import Packing
 from harp.attacks.windows import Windows
-from harp.checkpoint import load_state, save_state
 from harp.frozen import frozen
+from tests.interruption import go_on
 
 
 class Preactivated(nn.Module):
@@ -198,25 +198,13 @@ def test_the_square_attack_finds_the_same(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize("at", [1, 25, 50])
 def test_interrupted_work_ends_with_the_same_bits(at: int, tmp_path: Path) -> None:
-    class Enough(Exception):
-        pass
-
     model, x = centred("convnet"), torch.rand(10, *SHAPES["convnet"], generator=torch.Generator().manual_seed(0))
     y = model(x).argmax(1)
     attack = Square(0.01, steps=30, restarts=2)
     with torch.no_grad(), frozen(model, x) as net:
         whole, first, second = (packing(net, x, y, attack) for _ in range(3))
         whole.run()
-
-        def save() -> None:
-            if first.ticks == at:
-                save_state(tmp_path / "state.pt", first.state())
-                raise Enough
-
-        with pytest.raises(Enough):
-            first.run(save)
-        second.load(load_state(tmp_path / "state.pt"))
-        second.run()
+        go_on(first, second, at, tmp_path / "state.pt")
     assert torch.equal(second.points, whole.points) and torch.equal(second.fooled, whole.fooled)
 
 
