@@ -16,7 +16,8 @@ from harp.attacks.stepwise import Packing, Stepwise
 from harp.checkpoint import load_state, save_state
 from harp.errors import RecipeError
 from tests import cases
-from tests.test_apgd import BALLS, Calls, Enough, right, task, trained
+from tests.interruption import Enough
+from tests.test_apgd import BALLS, Calls, right, task, trained
 
 STEPS, QUERIES = 20, 100
 
