@@ -3,8 +3,9 @@
 The network is one of ours with random weights (normal, as wide as the usual initialisation), a random mask with the
 counts that a strategy allots, and batch norms folded into biases, which are random too: neither weights nor masks have
 any structure that a file could use but the counts. `bound` is what no code can beat on average for such masks, the sum
-of log2 C(n, k) bits, with 2 bytes for every kept weight, and the biases. The compact file may be smaller all the same,
-as the exponents of weights are not spread evenly over the values of a float16.
+of log2 C(n, k) bits, with 2 bytes for every kept weight, and the biases. The compact file holds the network's graph
+too, and may be smaller all the same: the exponents of weights are not spread evenly over the values of a float16, and
+biases of channels that no kept weight reads are left out.
 """
 
 import argparse
@@ -19,21 +20,20 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.pruned import CLASSES, SHAPE, built, random_masks
 from benchmarks.terminal import Parser
 
 import harp
-from harp import compact, models
-from harp.allocate import allocate
+from harp import compact
 from harp.errors import HarpError
-from harp.masks import Masks, at_random
-from harp.seeds import derive
-from harp.units import Weights, checked_total
-
-SHAPE, CLASSES = (3, 32, 32), 10
+from harp.masks import Masks
+from harp.sparse.capture import capture
+from harp.sparse.graph import Graph
+from harp.sparse.storing import pack
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,15 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Prune, store in every way, print the table; the JSON object to be."""
-    tensors, masks = network(options)
+    graph, tensors, masks = network(options)
     header = {"architecture": {"name": options.model}, "input_shape": list(SHAPE), "classes": CLASSES}
     dense = safetensors.torch.save(tensors)
-    ours = {coding: compact.encode(tensors, masks, header, coding, options.others) for coding in ("f32", "f16", "int8")}
+    ours = {coding: pack(graph, tensors, masks, header, coding, options.others) for coding in ("f32", "f16", "int8")}
     positions = sum(log2_choose(mask.numel(), int(mask.sum())) for mask in masks.values()) / 8
     kept = sum(int(mask.sum()) for mask in masks.values())
     others = sum(tensor.numel() for name, tensor in tensors.items() if name not in masks)
     bound = positions + 2 * kept + others * (4 if options.others == "f32" else 2)
-    entries = compact.read_sparse(ours["f16"])[0]["tensors"]
+    entries = [entry for entry in compact.read_sparse(ours["f16"])[0]["tensors"] if entry["name"] in masks]
     sizes = {
         "dense": len(dense),
         "zlib": len(zlib.compress(dense, 9)),
@@ -85,24 +85,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def network(options: argparse.Namespace) -> tuple[dict[str, Tensor], Masks]:
-    """A folded network's tensors and masks, from a seed."""
-    torch.manual_seed(0)
-    width = {} if options.width is None else {"width": options.width}
-    model = models.build(options.model, num_classes=CLASSES, shape=SHAPE, **width)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.bias, std=0.1)
-            nn.init.normal_(module.running_mean, std=0.1)
-    tensors, _ = compact.fold(model, torch.rand(2, *SHAPE))
-    units = Weights(model)
-    counts = allocate(options.strategy, units, checked_total(units, options.keep))
-    generator = torch.Generator().manual_seed(derive(0, "masks"))
-    masks = {}
-    for name, count in zip(units.names, counts, strict=True):
-        masks[name] = at_random(torch.ones_like(tensors[name], dtype=torch.bool), count, generator)
-        tensors[name] = tensors[name].masked_fill(~masks[name], 0)  # a product would leave negative zeros
-    return tensors, masks
+def network(options: argparse.Namespace) -> tuple[Graph, dict[str, Tensor], Masks]:
+    """A folded network's graph, tensors and masks, from a seed."""
+    model = built(options.model, options.width)
+    captured = capture(model, torch.rand(2, *SHAPE))
+    tensors = captured.tensors(model)
+    masks = random_masks(options.model, model, options.keep, options.strategy)
+    for name, mask in masks.items():
+        tensors[name] = tensors[name].masked_fill(~mask, 0)  # a product would leave negative zeros
+    return captured.graph, tensors, masks
 
 
 def csr(masks: Mapping[str, Tensor]) -> int:
@@ -127,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=float, help="factor of the model's width")
     parser.add_argument("--keep", default=0.01, type=float, help="share of the weights (default: 0.01)")
     parser.add_argument(
-        "--strategy", default="uniform", help="counts of the layers: uniform, igq, ... (default: uniform)"
+        "--strategy",
+        default="uniform",
+        help="counts of the layers: uniform, igq, ..., harp or harp-like (default: uniform)",
     )
     parser.add_argument("--others", default="f32", choices=("f32", "f16"), help="how biases are stored (default: f32)")
     return parser

@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
 
-from harp.compact import BadFile, coding, encode, fold, load, read, read_sparse, reader, write
-from harp.errors import CheckpointError, ModelError, RecipeError
+from harp.compact import BadFile, coding, encode, load, read, read_sparse, reader, write
+from harp.errors import CheckpointError, RecipeError
 from harp.masks import at_random
-from tests.cases import batch, build
 
 ROOT = Path(__file__).resolve().parent.parent
 Tensors = dict[str, Tensor]
@@ -631,48 +630,3 @@ def test_the_table_of_the_page_names_every_byte() -> None:
 
 def test_the_stream_of_the_page_is_what_is_written() -> None:
     assert coding.symbols(np.array([0, 0, 0, 1] * 6, np.uint8)) == bytes.fromhex("".join(block("the stream").split()))
-
-
-# --- Batch norms
-
-
-@pytest.mark.parametrize("name", ["conv", "residual", "grouped"])
-def test_folded_tensors_are_the_network_without_its_norms(name: str, tmp_path: Path) -> None:
-    model = build(name).eval()
-    x, _ = batch()
-    weight = dict(model.named_parameters())
-    prunable = {key: value for key, value in weight.items() if value.ndim == 4}
-    masks = {key: torch.rand(value.shape) < 0.5 for key, value in prunable.items()}
-    with torch.no_grad():
-        for key, mask in masks.items():
-            weight[key].mul_(mask)
-        expected = model(x)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    tensors, took = fold(model, x)
-    assert all(value.equal(before[key]) for key, value in model.state_dict().items())
-    norms = [key for key, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
-    assert set(took.values()) == set(norms) and not any(key.startswith(tuple(norms)) for key in tensors)
-    write(tmp_path / "folded.harp", tensors, masks, {"folded": took}, values="f32")
-    header, found, found_masks = load(tmp_path / "folded.harp")
-    assert all(found_masks[key].equal(mask) for key, mask in masks.items())
-    plain = build(name, seed=1)
-    for layer, norm in header["folded"].items():
-        parent, _, child = norm.rpartition(".")
-        setattr(plain.get_submodule(parent), child, nn.Identity())
-        plain.get_submodule(layer).bias = nn.Parameter(torch.zeros(len(found[f"{layer}.bias"])))
-    plain.load_state_dict(found)
-    with torch.no_grad():
-        assert torch.allclose(plain.eval()(x), expected, atol=1e-5)
-
-
-def test_a_model_that_cannot_be_traced_cannot_be_folded() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = build("conv")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x) if float(x.sum()) > 0 else -self.net(x)
-
-    with pytest.raises(ModelError, match="fold"):
-        fold(Branching().eval(), batch()[0])

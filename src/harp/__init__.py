@@ -53,6 +53,7 @@ _HOMES = {
     "build_model": "harp.models",
     "fit": "harp.training",
     "holdout": "harp.data",
+    "load": "harp.sparse.loading",
     "load_data": "harp.data",
     "load_masks": "harp.masks",
     "load_weights": "harp.checkpoint",

@@ -42,6 +42,12 @@ def as_input(images: Tensor, like: Tensor) -> Tensor:
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The classes that the model gives images. An answer that is not finite is of no class, -1, whatever its argmax."""
+    found = answer(model, x)
+    return torch.where(found.isfinite().all(1), found.argmax(1), -1)
+
+
+@torch.no_grad()
+def answer(model: nn.Module, x: Tensor) -> Tensor:
+    """The logits that the plain model, in eval mode, gives images."""
     with frozen(model, x, fast=False) as net:
-        answer = logits(net, x)
-    return torch.where(answer.isfinite().all(1), answer.argmax(1), -1)
+        return logits(net, x)

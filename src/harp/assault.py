@@ -46,6 +46,7 @@ class Outcome:
     parts: list[dict[str, Any]]  # of an ensemble: what each attack tried and fooled, and how long it took
     seconds: float = 0.0
     examples: dict[str, Tensor] = field(default_factory=dict)  # a few images that were right and no longer are
+    witnessed: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))  # right by the witness
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Assault:
         path: takes the state; it is removed at the end.
         store: a folder that takes all adversarial images, shard by shard.
         pictures: how many successful ones to keep in the outcome.
+        witness: another network, which is shown what was found for this one.
     """
 
     def __init__(
@@ -81,13 +83,14 @@ class Assault:
         path: Path | None = None,
         store: Path | None = None,
         pictures: int = 0,
+        witness: nn.Module | None = None,
         progress: Progress = lambda done, total, text: None,
         stop: Stop | None = None,
     ) -> None:
         check_number("batch", batch, whole=True, least=1)
         self.model, self.images, self.labels, self.attack = model, images, labels, attack
         self.batch, self.seed, self.path, self.store, self.wanted = batch, seed, path, store, pictures
-        self.progress, self.stop = progress, stop or Stop()
+        self.witness, self.progress, self.stop = witness, progress, stop or Stop()
         self.like = example_of(model, images)
         image = images[0].numel() * self.like.element_size()
         self.size = max(1, _SHARD // (image * batch)) * batch  # whole batches
@@ -114,6 +117,9 @@ class Assault:
             self._remember(start, x, y, points, after)
             self.outcome.right = torch.cat([self.outcome.right, (after == y).cpu()])
             self.outcome.during = torch.cat([self.outcome.during, during.cpu()])
+            if self.witness is not None:
+                shown = self._shown(self.witness, points) == y.cpu()
+                self.outcome.witnessed = torch.cat([self.outcome.witnessed, shown])
             self.number, self.shard = self.number + 1, None
             self._save_if_due()
         self.outcome.seconds = self._seconds()
@@ -177,6 +183,12 @@ class Assault:
             if self.attack is None:
                 self._tick("", min(start + self.batch, len(x)))
         return torch.cat(found)
+
+    def _shown(self, witness: nn.Module, points: Tensor) -> Tensor:
+        """The classes that the witness gives."""
+        like = example_of(witness, points)
+        starts = range(0, len(points), self.batch)
+        return torch.cat([predicted(witness, as_input(points[s : s + self.batch], like)).cpu() for s in starts])
 
     def _remember(self, start: int, x: Tensor, y: Tensor, points: Tensor, after: Tensor) -> None:
         """Keep a few examples, and all points where they are wanted."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from harp import assess, contradictions, corruptions, evaluate, files, suspicion
-from harp.answers import as_input, example_of, predicted
+from harp.answers import answer, as_input, example_of, predicted
 from harp.assault import Outcome, seeded
 from harp.assess import Subject
 from harp.attacks import Apgd, Ball, Fmn, check_number
@@ -44,6 +44,7 @@ class Audit:
         folder: takes the files; without one nothing is kept.
         examples: images, drawn by the seed; default all.
         store: keep all adversarial images too.
+        witness: another network, which is shown what the attacks find; its answers are kept beside the subject's.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Audit:
         seed: int = 0,
         batch: int = 256,
         store: bool = False,
+        witness: nn.Module | None = None,
         display: Quiet | None = None,
         stop: Stop | None = None,
     ) -> None:
         check_number("batch", batch, whole=True, least=1)
-        self.subject, self.folder, self.store = subject, folder, store
+        self.subject, self.folder, self.store, self.witness = subject, folder, store, witness
         self.examples, self.seed, self.batch = examples, seed, batch
         self.display, self.stop = display or Quiet(), stop or Stop()
         test = subject.data.test
@@ -68,6 +70,8 @@ class Audit:
         self.like = example_of(subject.model, self.test.images)
         self.network = fingerprint(subject.model)
         self.identity = f"{self.network}/{subject.data.fingerprint()}/{examples}/{seed}/{batch}"
+        if witness is not None:
+            self.identity += f"/{fingerprint(witness)}"
 
     def natural(self) -> dict[str, Any]:
         """Accuracy on the images as they are."""
@@ -96,11 +100,14 @@ class Audit:
                     path=None if stem is None else stem.with_name(f"{stem.name}.state.pt"),
                     store=stem if self.store else None,
                     pictures=pictures,
+                    witness=self.witness,
                     progress=self.display.count,
                     stop=self.stop,
                 )
             if len(outcome.examples.get("index", ())):
                 self._once("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
+            if self.witness is not None:
+                found["witness"] = {"network": fingerprint(self.witness), "images": _bits(outcome.witnessed)}
             return found | _circumstances(outcome)
 
         return self._once(kind, name, repr(attack), measure)
@@ -108,15 +115,19 @@ class Audit:
     def worst(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Accuracy under all the attacks together: an image counts if none of them fooled it."""
         held = [all(bits) for bits in zip(*([bit == "1" for bit in found["images"]] for found in results), strict=True)]
-        right = torch.tensor(held)
-        classes = self.subject.data.num_classes
+        facts = {"kind": "accuracy", "name": "worst case", "of": [found["name"] for found in results]}
+        last = {**results[0], "attack": results[-1]["attack"]}
+        return self.counted(torch.tensor(held), last) | facts
+
+    def counted(self, right: Tensor, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The accuracy by which of the images are right, measured otherwise like another number."""
+        classes, balanced = self.subject.data.num_classes, self.subject.data.balanced
         score = evaluate.score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
-        balanced = self.subject.data.balanced
         low, high = score.interval(balanced=balanced)
-        names = [found["name"] for found in results]
         value = score.balanced_accuracy if balanced else score.accuracy
-        facts = {"kind": "accuracy", "name": "worst case", "of": names, "value": value, "low": low, "high": high}
-        return {**results[0], **score.as_dict(), **facts, "attack": results[-1]["attack"], "images": _bits(right)}
+        facts = {"name": like["name"], "attack": like["attack"], "network": self.network}
+        found = {**like, **score.as_dict(), **facts, "value": value, "low": low, "high": high, "images": _bits(right)}
+        return {key: item for key, item in found.items() if key not in ("parts", "during", "seconds", "witness")}
 
     def curve(self, ball: Ball) -> dict[str, Any]:
         """Accuracy over the radius of the ball; each radius is attacked for itself."""
@@ -186,6 +197,25 @@ class Audit:
 
         return self._once("flips", "dense", fingerprint(dense), measure)
 
+    def agreement(self, other: nn.Module) -> dict[str, Any]:
+        """How far the answers of another network are from these, on the images as they are."""
+
+        def measure(stem: Path | None) -> dict[str, Any]:
+            with self.display.counting("agreement", 2 * len(self.test)):
+                mine, theirs = self._answers(self.subject.model, 0), self._answers(other, len(self.test))
+            if mine.shape != theirs.shape:
+                raise ModelError(f"{mine.shape[1]} classes can't be compared with {theirs.shape[1]}")
+            off, reach = float((mine - theirs).abs().max()), float(theirs.abs().max())
+            return {
+                "agree": int((mine.argmax(1) == theirs.argmax(1)).sum()),
+                "right": int((mine.argmax(1) == self.test.labels.cpu()).sum()),
+                "right_other": int((theirs.argmax(1) == self.test.labels.cpu()).sum()),
+                "difference": off,  # the largest of any logit
+                "relative": off / reach if reach else off,  # to the largest logit
+            }
+
+        return self._once("agreement", "answers", fingerprint(other), measure)
+
     def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Signs of false robustness: in the model, and in the numbers measured so far."""
         some = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
@@ -243,6 +273,14 @@ class Audit:
         ]
         facts = {"attack": name, "epsilon": getattr(attack, "epsilon", None)}
         return {**facts, "shape": list(examples["image"].shape[1:]), "items": items}
+
+    def _answers(self, model: nn.Module, before: int) -> Tensor:
+        """The logits of all images; `before` so many answers were counted already."""
+        like, found = example_of(model, self.test.images), []
+        for start in range(0, len(self.test), self.batch):
+            found.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
+            self._count(before + start + len(found[-1]), 2 * len(self.test), "agreement")
+        return torch.cat(found)
 
     def _predict(self, model: nn.Module, images: Tensor | None = None) -> Tensor:
         images = self.test.images if images is None else images

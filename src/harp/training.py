@@ -19,6 +19,7 @@ from harp.frozen import frozen
 from harp.pruners.base import Objective, Plan, Pruner
 from harp.schedules import cosine
 from harp.seeds import derive
+from harp.sparse.training import SparseForward
 
 logger = logging.getLogger("harp")
 
@@ -128,6 +129,7 @@ class _Training:
         self.batches, self.plan, self.accumulate, self.seed = batches, plan, accumulate, seed
         pruner.bind(optimizer)
         self.forward, self.optimizer = fabric.setup(model, optimizer)  # data parallelism and precision, only here
+        self.sparsely = SparseForward(model, self.forward, pruner.lasting())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.epoch = self.step = 0
         self.loss_sum = 0.0
@@ -210,7 +212,7 @@ class _Training:
         for number, (part, labels) in enumerate(parts, 1):
             with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
                 with self.fabric.autocast():
-                    loss = self.objective(self.model, part, labels, forward=self.forward) * (len(part) / len(x))
+                    loss = self.objective(self.model, part, labels, forward=self.sparsely) * (len(part) / len(x))
                 if loss.requires_grad:  # a method may only look, and train nothing
                     self.fabric.backward(loss)
             total += float(loss.detach())

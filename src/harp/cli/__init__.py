@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from harp import __version__
-from harp.cli import evaluation, looking, shrinking, training
+from harp.cli import benching, evaluation, exporting, looking, shrinking, training
 from harp.errors import HarpError, Interrupted
 
 app = typer.Typer(
@@ -48,6 +48,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluation.evaluate,
     "report": evaluation.report,
     "slim": shrinking.slim,
+    "export": exporting.export,
+    "bench": benching.bench,
     "list": looking.list_,
     "plan": looking.plan,
     "doctor": looking.doctor,

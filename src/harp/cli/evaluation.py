@@ -6,14 +6,16 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import DataDir, Json, Weights
+from harp.cli import deployment
+from harp.cli.options import SIGNS, DataDir, Json, Weights
 
 _FULL = ("fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack")
-_SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp prune`.")],
+    target: Annotated[
+        str, typer.Argument(help="A run's folder, a model as in `harp prune`, or a deployed .harp or .onnx file.")
+    ],
     data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
     data_dir: DataDir = None,
     weights: Weights = None,
@@ -32,21 +34,41 @@ def evaluate(
     full: Annotated[bool, typer.Option("--full", help="All of it, with AutoAttack.")] = False,
     checks: Annotated[bool, typer.Option(help="Look for signs of false robustness.")] = True,
     store: Annotated[bool, typer.Option("--store", help="Keep all adversarial images.")] = False,
+    twin: Annotated[
+        str | None,
+        typer.Option(help="Of a file: the network that gradients are taken from; a run, a checkpoint or a model."),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for what is found; default: the run's, or evaluations/MODEL.")
+        Path | None,
+        typer.Option(help="Folder for what is found; default: the run's, FILE.evaluation, evaluations/MODEL."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure natural and robust accuracy on the test set, with 95 % intervals, and check that it can be believed.
 
     Every number is kept in a file and never measured twice. Interrupted? The same command goes on where it stopped.
+
+    A deployed file is attacked as it is: what gradients find on its twin in torch is replayed on it, and Square, which
+    needs answers only, asks it directly.
     """
-    from harp import assess, card, presets, summary
+    from harp import assess, card, deployed, presets, summary
     from harp.attacks import Ball
     from harp.audit import Audit
     from harp.display import Terminal
+    from harp.errors import RecipeError
     from harp.keeper import Stop
 
+    if deployed.is_artefact(target):
+        asked = deployment.Wishes(
+            attack or (_FULL if full else ("pgd-20",)), epsilon, norm, curve or full, corruptions or full, checks
+        )
+        if distances:
+            raise RecipeError("--distances needs the gradients of the network itself: evaluate the run for that")
+        trial = deployment.Setting(examples, seed, batch, store)
+        deployment.evaluate(Path(target), data, data_dir, twin, weights, asked, trial, out, as_json=as_json)
+        return
+    if twin is not None:
+        raise RecipeError(f"--twin {twin}: {target} has its own gradients; a twin is for a .harp or .onnx file")
     display = Terminal()
     wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
     subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
@@ -84,7 +106,7 @@ def evaluate(
     for line in summary.remarks(found):
         typer.echo(line)
     if "checks" in found:
-        marked = [[f"{_SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in found["checks"]["findings"]]
+        marked = [[f"{SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in found["checks"]["findings"]]
         display.table("\nsigns of false robustness", ("check", ""), marked)
     typer.echo(f"files     {folder}")
 

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
+"""How verdicts are marked in tables."""
+
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder that holds the data set's published files.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for runs; finished stages in it are reused.")]
 Set = Annotated[

@@ -3,7 +3,7 @@
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,13 @@ def encode(
     values: str = "f16",
     others: str = "f32",
     *,
+    precise: Collection[str] = (),
     deflate: bool = True,
 ) -> bytes:
-    """The content of a file; the header can be left readable."""
+    """The content of a file; the header can be left readable.
+
+    `precise` are the names of tensors whose kept entries are stored like floats without a mask, by `others`.
+    """
     if values not in (*_FLOATS, "int8"):
         raise RecipeError(f"values {values!r}: choose from 'f32', 'f16', 'int8'")
     if others not in _FLOATS:
@@ -57,7 +61,10 @@ def encode(
         raise CheckpointError(f"there is a mask but no tensor called {min(strange)!r}")
     if "tensors" in header:
         raise RecipeError("header: 'tensors' is what the file says of its tensors, choose another name")
-    sections = [_section(name, tensor, masks.get(name), values, others) for name, tensor in tensors.items()]
+    sections = [
+        _section(name, tensor, masks.get(name), others if name in precise else values, others)
+        for name, tensor in tensors.items()
+    ]
     return _assemble(header, sections, deflate)
 
 

@@ -108,6 +108,10 @@ class Pruner(nn.Module):
             n: torch.ones_like(w, dtype=torch.bool) for n, w in zip(self.units.masked, self.units.weights, strict=True)
         }
 
+    def lasting(self) -> Masks | None:
+        """Masks outside which no gradient counts, the same all through the training; None if there are none."""
+        return None
+
     @contextmanager
     def exact(self) -> Iterator[None]:
         """Let the model hold the answer's weights for a while: what is validated is what would be saved."""
@@ -236,6 +240,10 @@ class Fixed(Pruner):
         """The same."""
         return self.current()
 
+    def lasting(self) -> Masks | None:
+        """The same."""
+        return self.current()
+
     def start(self, plan: Plan | None = None) -> None:
         """Zero what is outside the masks."""
         self.write(self.current())
@@ -255,6 +263,10 @@ class Dynamic(Fixed):
     """Train sparse from the first step, under masks that move: the base of dynamic sparse training."""
 
     from_scratch = True
+
+    def lasting(self) -> Masks | None:
+        """None: the masks move, and by the gradients of what is pruned as well."""
+        return None
 
     @torch.no_grad()
     def move(self, masks: Mapping[str, Tensor]) -> None:

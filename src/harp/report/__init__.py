@@ -2,7 +2,7 @@
 
 collect   run folders -> checked records, without paths of the machine
 groups    which runs differ in the seed only, which are one method at several budgets
-accuracy, network, evidence, origin   records -> chapters: tables, figures, words
+accuracy, deployment, network, evidence, origin   records -> chapters: tables, figures, words
 compose   chapters -> a report
 page, text, data   a report -> HTML, Markdown, JSON
 chart, scale, png  SVG and PNG, written here: no plotting library, no script

@@ -182,6 +182,53 @@ class Examples(_Record):
     n: int | None = None
 
 
+class File(_Record):
+    """A file that a network was deployed as."""
+
+    file: str
+    format: str = ""
+    sha256: str
+    bytes: int = Field(ge=0)
+    runtime: dict[str, Any] = {}
+
+
+class Agreement(_Record):
+    """How many clean predictions of a file are those of a network in torch, and how far its logits are off."""
+
+    other: str = Field(alias="with")
+    twin: bool = True
+    n: int = Field(gt=0)
+    agree: int
+    difference: float
+    relative: float
+
+
+class Twin(_Record):
+    """The network that gradients were taken from."""
+
+    words: str
+
+
+class Trial(_Record):
+    """An accuracy in torch and as deployed; `how` the second one was measured."""
+
+    name: str
+    how: str
+    torch: Accuracy | None = None
+    deployed: Accuracy
+
+
+class Deployed(_Record):
+    """What a deployed file was found to do."""
+
+    artefact: File
+    twin: Twin | None = None
+    n: int = Field(gt=0)
+    agreement: list[Agreement] = []
+    tests: list[Trial] = Field(min_length=1)
+    checks: list[Finding] = []
+
+
 class CostLayer(_Record):
     """The multiplications of one image with a layer's weights, before and after pruning."""
 
@@ -260,6 +307,7 @@ _KINDS: dict[str, type[_Record]] = {
     "corruptions": Corruptions,
     "flips": Flips,
     "examples": Examples,
+    "deployed": Deployed,
 }
 _PASSED_OVER = {"radius"}  # the single points of a curve, which has them all
 Kind = TypeVar("Kind", bound=_Record)
@@ -343,6 +391,32 @@ class Run:
         return list(best.values())
 
     @property
+    def deployed(self) -> list[Deployed]:
+        """What was found of each file, by name: of a file that was replaced, what was found of the last one.
+
+        Several evaluations of a file are one: of numbers that were measured the same way, the one of more images.
+        """
+        by_file: dict[str, list[Deployed]] = {}
+        for record in self.found:
+            if isinstance(record, Deployed):
+                by_file.setdefault(record.artefact.file, []).append(record)
+        merged = []
+        for records in by_file.values():
+            last = records[-1]
+            tests: dict[Any, Trial] = {}
+            for test in (
+                test for each in records if each.artefact.sha256 == last.artefact.sha256 for test in each.tests
+            ):
+                key, now = test.deployed.key, test.deployed
+                old = tests[key].deployed if key in tests else None
+                # Of two worst cases the one of more attacks, or stronger ones, is the lower.
+                lower = old is not None and (test.how != "union" or now.value <= old.value)
+                if old is None or now.n > old.n or (now.n == old.n and lower):
+                    tests[key] = test
+            merged.append(last.model_copy(update={"tests": list(tests.values())}))
+        return merged
+
+    @property
     def data(self) -> str:
         """The name of the data set."""
         part = self.recipe.get("data")
@@ -386,7 +460,8 @@ def _read_run(folder: Path) -> Run:
         path = folder.parent / "stages" / name / "stage.json"
         stages.append(Stage(name, _checked(StageFile, _json(path), path) if path.is_file() else None))
     found, unknown = [], []
-    for path in sorted((folder / "evaluation").glob("*.json"), key=lambda file: (file.stat().st_mtime_ns, file.name)):
+    paths = [*(folder / "evaluation").glob("*.json"), *(folder / "export").glob("*.evaluation/deployed-*.json")]
+    for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name)):
         content = _json(path)
         kind = content.get("kind")
         if kind in _KINDS:

@@ -2,7 +2,7 @@
 
 import harp
 from harp import summary
-from harp.report import accuracy, collect, evidence, network, origin
+from harp.report import accuracy, collect, deployment, evidence, network, origin
 from harp.report.accuracy import attack_text
 from harp.report.blocks import Report, Tile
 from harp.report.collect import Histogram, Run
@@ -17,6 +17,7 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
     sections = [
         accuracy.results(runs),
         accuracy.sparsity(runs),
+        deployment.deployment(runs),
         accuracy.curves(runs),
         evidence.checks(runs),
         accuracy.parts(runs),
@@ -36,7 +37,7 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
         subtitle=_subtitle(runs),
         headline=_headline(lead.runs[0]) if len(lead.runs) == 1 else _means(runs, lead),
         tiles=_tiles(runs, lead),
-        notes=origin.notes(runs, without),
+        notes=[*deployment.warnings(runs), *origin.notes(runs, without)],
         sections=[section for section in sections if section is not None],
         foot=f"Made by harp {harp.__version__} from {_count(len(runs.all), 'run')}.",
         shown="" if single else _shown(runs, lead),

@@ -1,0 +1,333 @@
+"""What a pruned network's answers cost: the sparse engine against dense torch, ONNX Runtime and OpenVINO.
+
+The network has random weights and random masks with the counts of a strategy (see pruned.py): its answers are worth
+nothing, its cost is that of a trained one. All ways take turns in one process, a few calls each, and medians are
+compared: by CPU time with one thread, which other programs disturb least, else by the wall clock.
+
+engine       `harp.load` of the .harp file (weights in 32 bit), on arrays of numpy
+torch        the model itself in eval mode, dense
+frozen       the same with batch norms folded and the faster memory layout, as attacks use it; the engine is off
+onnxruntime  dense, all graph optimisations
+openvino     dense, 32 bit, where it is installed
+
+Memory and the cold start are those of fresh processes. A dense start is: import torch and the model's code, build the
+model, load its weights from safetensors, predict. The engine's is: import harp.load, which needs no torch, open the
+file, predict. The ratio is given with the imports, and without them.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.pruned import CLASSES, SHAPE, pruned, width_option
+from benchmarks.switch import engine
+from benchmarks.terminal import Parser, positive, say
+from benchmarks.timing import Times, cpu_name, interleaved, load
+
+import harp
+from harp import checkpoint, cost
+from harp.bench import fresh, prepared
+from harp.bench.runtimes import RUNTIMES, Predict
+from harp.channels.dead import remove_dead
+from harp.errors import CheckpointError, HarpError
+from harp.frozen import frozen
+from harp.masks import Masks
+from harp.masks import kept as kept_weights
+
+Ways = dict[str, Predict]
+DENSE = ("torch", "frozen", "onnxruntime", "openvino")
+COLD_REPEATS = 3
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print tables and the JSON object."""
+    options = _parser().parse_args(arguments)
+    options.clock = "cpu" if options.threads == 1 else "wall"
+    torch.set_num_threads(options.threads)
+    try:
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            result = measure(options, Path(folder), stack)
+    except HarpError as error:
+        print(f"inference.py: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(result))
+    return 0
+
+
+def measure(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict[str, Any]:
+    """Prune, open everything, time it; the JSON object to be."""
+    model, masks = _pruned(options, options.keep)
+    example = torch.rand(2, *SHAPE, generator=torch.Generator().manual_seed(options.seed))
+    say(f"{options.model}: {kept_weights(masks):,} weights, {options.strategy}; writing the network's files")
+    files = prepared.of_model(model, example, folder)
+    small = _small(options, model, masks, example, folder)
+    engine_file = files.files["sparse"] if small is None else small.files["sparse"]
+    with engine(on=False):  # from here on what torch computes is dense
+        ways = dense_ways(model, files, options.threads, stack)
+        ways = {"engine": RUNTIMES["sparse"].opened(engine_file, options.threads), **ways}
+        if small is not None and "onnxruntime" in small.files:
+            ways["onnxruntime, small"] = RUNTIMES["onnxruntime"].opened(small.files["onnxruntime"], options.threads)
+        torch.set_num_threads(options.threads)
+        result = _facts(options, model, masks, files, engine_file)
+        for size in options.batch:
+            found = compared(ways, _images(size, options.seed), options)
+            for key, value in found.items():
+                result.setdefault(key, {})[str(size)] = value
+        if options.two_threads:
+            result["speedup_two_threads"] = two_threads(engine_file, options)
+        if options.density_sweep:
+            result["density_sweep"] = density_sweep(options, ways, folder)
+    if not options.skip_fresh:
+        result["memory"] = memory(files, engine_file, max(options.batch), options)
+        result["cold_start"] = cold_start(options, model, engine_file, folder)
+    return result
+
+
+def _pruned(options: argparse.Namespace, keep: float, strategy: str | None = None) -> tuple[nn.Module, Masks]:
+    how = {"width": options.width, "clustered": options.clustered, "seed": options.seed}
+    return pruned(options.model, keep, strategy or options.strategy, **how)
+
+
+def _small(
+    options: argparse.Namespace, model: nn.Module, masks: Masks, example: torch.Tensor, folder: Path
+) -> prepared.Prepared | None:
+    """The network without its dead channels, if asked for."""
+    if not options.remove_dead:
+        return None
+    say("removing dead channels")
+    removed = remove_dead(model, example, masks)
+    before, after = removed.parameters
+    say(f"  {after:,} of {before:,} parameters are left in its tensors")
+    (folder / "small").mkdir()
+    return prepared.of_model(removed.model.eval(), example, folder / "small")
+
+
+def dense_ways(model: nn.Module, files: prepared.Prepared, threads: int, stack: ExitStack) -> Ways:
+    """Everything that computes with all weights, zero or not."""
+    net = stack.enter_context(frozen(model, torch.rand(8, *SHAPE)))
+
+    def call(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+        with torch.no_grad():
+            return function(torch.from_numpy(x)).numpy()
+
+    ways: Ways = {"torch": partial(call, model), "frozen": partial(call, net)}
+    for name in ("onnxruntime", "openvino"):
+        if name in files.files:
+            ways[name] = RUNTIMES[name].opened(files.files[name], threads)
+        else:
+            say(f"{name} is not installed: not measured")
+    return ways
+
+
+def compared(ways: Ways, x: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The times of all ways for one batch, as a table and as numbers."""
+    expected = ways["torch"](x)
+    times, calls = _timed(ways, x, options)
+    error = float(np.abs(ways["engine"](x) - expected).max() / np.abs(expected).max())  # after many calls
+    seconds = {name: taken.median(options.clock) / calls for name, taken in times.items()}
+    for name, taken in times.items():
+        faster = f"engine x{seconds[name] / seconds['engine']:7.2f}" if name != "engine" else ""
+        spread = taken.spread(options.clock)
+        print(f"batch {len(x):>4}  {name:<18} {1e3 * seconds[name]:9.3f} ms  spread {spread:4.0%}  {faster}")
+    against = {name: round(seconds[name] / seconds["engine"], 2) for name in seconds if name != "engine"}
+    found = {
+        "milliseconds": {name: round(1e3 * value, 4) for name, value in seconds.items()},
+        "speedup_torch": min(against["torch"], against["frozen"]),  # the better of the two
+        "speedup_dense": min(value for name, value in against.items() if name in DENSE),
+        "max_relative_error": error,
+    }
+    for key, name in (("ort", "onnxruntime"), ("openvino", "openvino"), ("ort_small", "onnxruntime, small")):
+        if name in against:
+            found[f"speedup_{key}"] = against[name]
+    return found
+
+
+def _timed(ways: Mapping[str, Predict], x: Any, options: argparse.Namespace) -> tuple[dict[str, Times], int]:
+    calls = max(1, 32 // len(x))
+    turns = {name: partial(_several, way, x, calls) for name, way in ways.items()}
+    for turn in turns.values():
+        turn()
+    return interleaved(turns, options.repeats), calls
+
+
+def _several(way: Predict, x: Any, calls: int) -> None:
+    for _ in range(calls):
+        way(x)
+
+
+def two_threads(file: Path, options: argparse.Namespace) -> dict[str, float]:
+    """How much faster the engine is with two threads, by the wall clock."""
+    ways = {str(count): RUNTIMES["sparse"].opened(file, count) for count in (1, 2)}
+    found = {}
+    for size in options.batch:
+        times, _ = _timed(ways, _images(size, options.seed), options)
+        found[str(size)] = round(times["1"].median("wall") / times["2"].median("wall"), 2)
+        print(f"batch {size:>4}  two threads: x{found[str(size)]:.2f} by wall time")
+    return found
+
+
+def density_sweep(options: argparse.Namespace, ways: Ways, folder: Path) -> dict[str, dict[str, float]]:
+    """How much faster than the best dense way the engine is at several budgets; dense does not depend on them."""
+    strategy = "harp-like" if options.strategy == "harp" else options.strategy
+    swept: Ways = {name: way for name, way in ways.items() if name in DENSE}
+    example = torch.rand(2, *SHAPE)
+    for keep in options.density_sweep:
+        model, _ = _pruned(options, keep, strategy)
+        inside = folder / f"keep-{keep:g}"
+        inside.mkdir()
+        file = prepared.of_model(model, example, inside).files["sparse"]
+        swept[f"{keep:g}"] = RUNTIMES["sparse"].opened(file, options.threads)
+        say(f"  keep {keep:g}: ready")
+    torch.set_num_threads(options.threads)
+    found: dict[str, dict[str, float]] = {}
+    for size in options.batch:
+        times, _ = _timed(swept, _images(size, options.seed), options)
+        best = min((name for name in times if name in DENSE), key=lambda name: times[name].median(options.clock))
+        for keep in options.density_sweep:
+            ratio = times[best].median(options.clock) / times[f"{keep:g}"].median(options.clock)
+            found.setdefault(f"{keep:g}", {})[str(size)] = round(ratio, 2)
+            print(f"batch {size:>4}  keep {keep:<6g} engine x{ratio:6.2f} of the best dense way ({best})")
+    return found
+
+
+def memory(files: prepared.Prepared, engine_file: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The most memory that a fresh process has for one batch, and how much of it came after the imports."""
+    say("memory, in fresh processes")
+    with tempfile.TemporaryDirectory() as folder:
+        images = Path(folder) / "images.npy"
+        np.save(images, _images(size, options.seed))
+        found = {}
+        for name, file in {**files.files, "sparse": engine_file}.items():
+            each = fresh.measure(name, file, images, options.threads)
+            found["engine" if name == "sparse" else name] = {key: each[key] for key in ("peak_bytes", "added_bytes")}
+            if each["peak_bytes"] is not None:
+                peak, added = (each[key] / 1e6 for key in ("peak_bytes", "added_bytes"))
+                print(f"batch {size:>4}  {name:<12} peak {peak:7.1f} MB, {added:7.1f} MB beyond the imports")
+        return {"batch": size, **found}
+
+
+# What somebody does who has a checkpoint: no part of this library but the architecture is imported.
+_DENSE_START = """
+import json, sys, time
+began = time.perf_counter()
+import torch, safetensors.torch
+from harp.models import MODELS, external
+name, options, file, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+imported = time.perf_counter()
+model = external.call(MODELS[name].factory, name, {classes}, {shape}, options)
+model.load_state_dict(safetensors.torch.load_file(file))
+model.eval()
+opened = time.perf_counter()
+with torch.inference_mode():
+    model(torch.rand(1, *{shape}))
+first = time.perf_counter()
+print(json.dumps({{
+    "import_seconds": imported - began, "open_seconds": opened - imported, "first_seconds": first - opened
+}}))
+"""
+
+
+def cold_start(options: argparse.Namespace, model: nn.Module, engine_file: Path, folder: Path) -> dict[str, Any]:
+    """Seconds from nothing to the first answer, of both, each in fresh processes."""
+    say("cold start, in fresh processes")
+    weights, images = folder / "checkpoint.safetensors", folder / "image.npy"
+    checkpoint.save_model(weights, model)
+    np.save(images, _images(1, options.seed))
+    given = json.dumps([options.model, width_option(options.width), str(weights), options.threads])
+    code = _DENSE_START.format(shape=SHAPE, classes=CLASSES)
+
+    def dense() -> dict[str, float]:
+        done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True)
+        if done.returncode:
+            raise CheckpointError(f"the dense network can't be started: {done.stderr.strip().splitlines()[-1]}")
+        found: dict[str, float] = json.loads(done.stdout)
+        return found
+
+    runs: dict[str, list[dict[str, float]]] = {"engine": [], "dense": []}
+    for _ in range(COLD_REPEATS):
+        runs["engine"].append(fresh.measure("sparse", engine_file, images, options.threads))
+        runs["dense"].append(dense())
+    parts = ("import_seconds", "open_seconds", "first_seconds")
+    found: dict[str, Any] = {
+        name: {part: round(statistics.median(run[part] for run in each), 4) for part in parts}
+        for name, each in runs.items()
+    }
+    whole = {name: sum(found[name][part] for part in parts) for name in runs}
+    after = {name: whole[name] - found[name]["import_seconds"] for name in runs}
+    for name in runs:
+        print(f"cold start  {name:<7} {whole[name]:6.2f} s, without imports {after[name]:6.3f} s")
+    found["speedup_with_imports"] = round(whole["dense"] / whole["engine"], 2)
+    found["speedup_without_imports"] = round(after["dense"] / after["engine"], 2)
+    return found
+
+
+def _images(size: int, seed: int) -> Any:
+    return np.random.default_rng(seed).random((size, *SHAPE), dtype=np.float32)
+
+
+def _facts(
+    options: argparse.Namespace, model: nn.Module, masks: Masks, files: prepared.Prepared, engine_file: Path
+) -> dict[str, Any]:
+    """What the numbers depend on."""
+    spent = cost.cost(model, SHAPE, masks)
+    used = ("model", "width", "keep", "strategy", "clustered", "remove_dead", "seed", "threads", "repeats")
+    named = {name: runtime.version for name, runtime in RUNTIMES.items() if name != "sparse"}
+    return {
+        "benchmark": "inference",
+        **{name: getattr(options, name) for name in used},
+        "kept": kept_weights(masks),
+        "kept_macs": round(spent["macs_kept"] / spent["macs"], 6),
+        "metric": f"{options.clock}_seconds",
+        "file_bytes": engine_file.stat().st_size,
+        "dense_bytes": files.dense_bytes,
+        "versions": {"harp": harp.__version__, "numpy": np.__version__, **named},
+        "cpu": cpu_name(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "load": load(),
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="inference.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Tables and, as the last line of standard output, one JSON object; progress goes to standard error.\n"
+        "Example: python benchmarks/inference.py --model vgg16 --keep 0.01 --strategy uniform --two-threads\n"
+        "Quick:   python benchmarks/inference.py --model resnet8 --keep 0.1 --batch 1 8 --repeats 2 --skip-fresh",
+    )
+    parser.add_argument("--model", default="vgg16", help="a name (`harp list models`; default: vgg16)")
+    parser.add_argument("--width", type=float, help="factor of the model's width")
+    parser.add_argument("--keep", default=0.01, type=float, help="share of the weights (default: 0.01)")
+    parser.add_argument(
+        "--strategy", default="uniform", help="uniform, erk, lamp, ..., harp or harp-like (default: uniform)"
+    )
+    parser.add_argument("--clustered", default=0.0, type=float, help="width of the channels' log-normal importance")
+    parser.add_argument("--remove-dead", action="store_true", help="remove dead channels first, for the engine")
+    parser.add_argument("--batch", default=[1, 64], nargs="+", type=positive, help="images at a time (default: 1 64)")
+    parser.add_argument("--threads", default=1, type=positive, help="of every way (default: 1)")
+    parser.add_argument("--repeats", default=9, type=positive, help="turns of each way (default: 9)")
+    parser.add_argument("--seed", default=0, type=int, help="of weights, masks and images (default: 0)")
+    parser.add_argument("--two-threads", action="store_true", help="the engine with two threads against one, too")
+    parser.add_argument("--density-sweep", default=[], nargs="+", type=float, help="the engine at these budgets, too")
+    parser.add_argument("--skip-fresh", action="store_true", help="measure no fresh processes: memory, cold start")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

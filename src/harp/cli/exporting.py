@@ -1,0 +1,81 @@
+"""The command that takes a network elsewhere: export."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harp.cli.options import DataDir, Json, Weights
+
+
+def export(
+    target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp evaluate`.")],
+    to: Annotated[list[str], typer.Option(help="sparse, onnx, safetensors or torch-export; may be repeated.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the files; default: RUN/export, or export/MODEL.")
+    ] = None,
+    values: Annotated[str, typer.Option(help="How the sparse file stores kept weights: f16, f32 or int8.")] = "f16",
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Keep channels that change no answer, in ONNX and torch-export.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure natural and PGD-20 accuracy with the values of every coding.")
+    ] = False,
+    examples: Annotated[int | None, typer.Option(min=1, help="Test images for --check; default: as the run.")] = None,
+    data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
+    data_dir: DataDir = None,
+    weights: Weights = None,
+    as_json: Json = False,
+) -> None:
+    """Write a network for elsewhere, and prove in a fresh process that every file answers like the network.
+
+    sparse is a small file with the kept weights only: `harp.load` runs it, fast and without torch. onnx is for ONNX
+    Runtime and its like, torch-export for `torch.export.load`; both are without the channels that change no answer,
+    unless --dense. safetensors is the plain state_dict.
+
+    A file is there only once it has passed its check. manifest.json beside the files says what they are: architecture,
+    budget, accuracy, sizes, checksums, errors.
+
+    Example: harp export runs/mine-0123456789ab --to sparse --to onnx --check --examples 1000
+    """
+    from harp.display import Terminal
+    from harp.export import formats, making
+    from harp.export import subject as subjects
+
+    display = Terminal()
+    formats.check(to)
+    subject = subjects.of(target, data, data_dir, weights, display, needs_data=check)
+    folder = output or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
+    manifest = making.export(
+        subject, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
+    )
+    if as_json:
+        typer.echo(json.dumps(manifest, indent=2))
+        return
+    rows = [_row(name, entry) for name, entry in manifest["files"].items()]
+    columns = ("file", "bytes", "of dense", "error", "deviation", "")
+    display.table(f"{subject.name}: {subject.dense_bytes:,} bytes dense", columns, rows)
+    if "codings" in manifest:
+        found = [
+            [
+                each["values"],
+                each["name"],
+                f"{each['value']:.2%}",
+                f"{each['low']:.2%} – {each['high']:.2%}",
+                f"{each['n']:,}",
+            ]
+            for each in manifest["codings"]
+        ]
+        display.table(
+            "\naccuracy with the values of each coding", ("values", "test", "accuracy", "95 % interval", "n"), found
+        )
+    typer.echo(f"written   {folder} (manifest.json says what is there)")
+
+
+def _row(name: str, entry: dict[str, Any]) -> list[str]:
+    told = [f"{key} {entry[key]}" for key in ("values", "opset") if key in entry]
+    told += [f"without {entry['removed']}"] if "removed" in entry else []
+    ratio = f"1/{entry['ratio']:,.1f}" if entry["ratio"] >= 1 else f"{1 / max(entry['ratio'], 0.01):,.1f}"
+    deviation = f"{entry['deviation']:.1e}" if "deviation" in entry else "–"
+    return [name, f"{entry['bytes']:,}", ratio, f"{entry['check']['error']:.1e}", deviation, "; ".join(told)]

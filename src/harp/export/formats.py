@@ -1,0 +1,127 @@
+"""The formats: what writes a file, under which name, and what it takes to check it."""
+
+import importlib.util
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harp import checkpoint
+from harp.errors import MissingExtra, ModelError, RecipeError
+from harp.files import reason
+from harp.sparse.capture import exported, plain_attention
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: its file's name, what it is in words, and the packages that it needs."""
+
+    file: str
+    words: str
+    packages: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "sparse": Format("network.harp", "kept weights only, run by `harp.load`"),
+    "onnx": Format("network.onnx", "ONNX, any number of images", ("onnx", "onnxscript", "onnxruntime")),
+    "safetensors": Format("network.safetensors", "the plain state_dict"),
+    "torch-export": Format("network.pt2", "a program for `torch.export.load`, any number of images"),
+}
+
+
+def check(names: list[str]) -> None:
+    """Refuse formats that are not known or lack a package."""
+    for name in names:
+        if name not in FORMATS:
+            raise RecipeError(f"--to {name}: choose from {', '.join(FORMATS)}")
+        missing = [each for each in FORMATS[name].packages if importlib.util.find_spec(each) is None]
+        if missing:
+            raise MissingExtra(f'--to {name} needs {", ".join(missing)}: pip install "harp-prune[export]"')
+
+
+def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Write a model as ONNX; the opset that it uses."""
+    import onnx
+
+    with _quiet(), plain_attention():
+        program = exported(model, images[:2])
+        with _explained("ONNX can't hold the model"):
+            made = torch.onnx.export(
+                program,
+                input_names=["images"],
+                output_names=["logits"],
+                dynamo=True,
+                verbose=False,
+                external_data=False,
+            )
+            assert made is not None
+            content = made.model_proto
+            onnx.checker.check_model(content)
+    _name_batch(content.graph)
+    path.write_bytes(content.SerializeToString())
+    return {"opset": max(each.version for each in content.opset_import if each.domain in ("", "ai.onnx"))}
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the number of images "batch", instead of the letters that torch has for it."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if symbol and size.dim_param:
+                size.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", "batch", size.dim_param)
+
+
+def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Write a model as a program of `torch.export`."""
+    buffer = io.BytesIO()
+    with _quiet(), plain_attention():
+        torch.export.save(exported(model, images[:2]), buffer)
+    path.write_bytes(buffer.getvalue())
+    return {"torch": str(torch.__version__)}
+
+
+def write_state(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
+    """Write a model's tensors."""
+    checkpoint.save_model(path, model)
+    return {}
+
+
+WRITERS: dict[str, Callable[[Path, nn.Module, Tensor], dict[str, Any]]] = {
+    "onnx": write_onnx,
+    "safetensors": write_state,
+    "torch-export": write_program,
+}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of exporters about themselves."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
+
+
+@contextmanager
+def _explained(words: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # an exporter may raise anything
+        raise ModelError(f"{words}: {reason(error)}") from error

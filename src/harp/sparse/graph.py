@@ -1,0 +1,373 @@
+"""What a network computes, as plain data: a list of nodes, each with an operation, its inputs and its tensors.
+
+A graph is small enough for the header of a file, and it needs numpy and the standard library only: whoever executes it
+does not need torch, unless a node says so. All shapes are those of one image, without the batch axis; pairs are
+[vertical, horizontal].
+
+| operation | attributes                                   | tensors        | result                            |
+|-----------|----------------------------------------------|----------------|-----------------------------------|
+| input     |                                              |                | the images                        |
+| conv      | stride, padding, dilation, groups            | weight[, bias] | 2-d convolution, zeros around     |
+| linear    |                                              | weight[, bias] | matrix product, of (C,)           |
+| affine    |                                              | scale, shift   | scale · x + shift, by channel     |
+| relu      |                                              |                | max(x, 0)                         |
+| leaky     | slope                                        |                | x, or slope · x below 0           |
+| clip      | low, high                                    |                | min(max(x, low), high)            |
+| add       |                                              |                | sum of two of one shape           |
+| concat    |                                              |                | channels of all inputs            |
+| maxpool   | kernel, stride, padding, dilation, ceil      |                | largest of each window            |
+| avgpool   | kernel, stride, padding, ceil, count_padding |                | mean of each window               |
+| mean      | keep                                         |                | mean over height and width        |
+| flatten   |                                              |                | all numbers in one row, C order   |
+| torch     | op, args, kwargs, pick                       | as in args     | any pure function of torch's aten |
+
+`mean` gives (C,), or (C, 1, 1) if it is to keep the axes. In the arguments of "torch" an object stands for what JSON
+has no word for: {"node": name} the result of a node, {"tensor": name} a tensor of the file, {"batch": k} k times the
+number of images, {"dtype": name} a type, {"float": "inf"} a float that JSON can't write. `pick` says which of several
+results is meant. The result of a "torch" node may have its batch axis elsewhere than in front: then its shape has all
+axes, and -k stands for k times the number of images.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harp.compact.reader import BadFile
+
+Shape = tuple[int, ...]
+
+# What every node of an operation has; an attribute whose default is None must be given.
+_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "input": {},
+    "conv": {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1},
+    "linear": {},
+    "affine": {},
+    "relu": {},
+    "leaky": {"slope": 0.01},
+    "clip": {"low": None, "high": None},
+    "add": {},
+    "concat": {},
+    "maxpool": {"kernel": None, "stride": None, "padding": [0, 0], "dilation": [1, 1], "ceil": False},
+    "avgpool": {"kernel": None, "stride": None, "padding": [0, 0], "ceil": False, "count_padding": True},
+    "mean": {"keep": False},
+    "flatten": {},
+    "torch": {"op": None, "args": [], "kwargs": {}, "pick": None},
+}
+OPS = tuple(_ATTRIBUTES)
+_TENSORS = {"conv": ("weight", "bias"), "linear": ("weight", "bias"), "affine": ("scale", "shift")}
+_LAYERS = ("conv", "linear")
+_STATED = ("input", "conv", "linear", "torch")  # their shapes don't follow from the inputs alone
+
+_LARGEST = 1 << 28  # numbers of a result for one image
+_LONGEST = 1 << 20  # of a kernel, a stride, a name
+_MOST = 100_000  # nodes
+_DEEPEST = 8  # lists within lists of arguments
+_ATEN = re.compile(r"aten\.[A-Za-z0-9_]{1,100}\.[A-Za-z0-9_]{1,100}")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: what it reads, what it gives."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    shape: Shape
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in the order of execution, the first is the input; and which of them is the result."""
+
+    nodes: tuple[Node, ...]
+    output: str
+
+    @property
+    def input_shape(self) -> Shape:
+        """The shape of one image."""
+        return self.nodes[0].shape
+
+    @property
+    def output_shape(self) -> Shape:
+        """The shape of one image's result."""
+        return next(node.shape for node in self.nodes if node.name == self.output)
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether a node can't be computed without torch."""
+        return any(node.op == "torch" for node in self.nodes)
+
+    def tensor_names(self) -> list[str]:
+        """The names of all tensors that the nodes use, each once, in the order of their use."""
+        return list(dict.fromkeys(name for node in self.nodes for name in node.tensors.values()))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The graph as JSON, without what follows from the rest."""
+        nodes = [_entry(node, index, self.nodes) for index, node in enumerate(self.nodes)]
+        return {"nodes": nodes} if self.output == self.nodes[-1].name else {"nodes": nodes, "output": self.output}
+
+    @classmethod
+    def from_dict(cls, content: Any) -> "Graph":
+        """The graph of `as_dict`, checked as what a stranger wrote; `BadFile` says what is wrong with it."""
+        _demand(isinstance(content, dict) and isinstance(content.get("nodes"), list), "the graph has no list of nodes")
+        entries = content["nodes"]
+        _demand(0 < len(entries) <= _MOST, f"the graph has {len(entries)} nodes: 1 to {_MOST} are allowed")
+        known: dict[str, Node] = {}
+        for index, entry in enumerate(entries):
+            node = _node(entry, index, known)
+            known[node.name] = node
+        output = content.get("output", next(reversed(known)))
+        _demand(isinstance(output, str) and output in known, f"the graph's output {output!r:.100} is none of its nodes")
+        return cls(tuple(known.values()), output)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Refuse tensors of these shapes if they are not what the nodes need; `BadFile` says which."""
+        before: dict[str, Node] = {}
+        for node in self.nodes:
+            for name in node.tensors.values():
+                _demand(name in shapes, f"node {node.name!r} needs a tensor {name!r}, which is not there")
+            if node.op in _TENSORS:
+                _check_tensors(
+                    node, before[node.inputs[0]].shape, {k: tuple(shapes[v]) for k, v in node.tensors.items()}
+                )
+            before[node.name] = node
+
+
+def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Shape | None:
+    """The shape that an operation gives, None if it does not follow from its inputs; `BadFile` if there is none."""
+    if op in _STATED:
+        return None
+    first = inputs[0]
+    if op in ("maxpool", "avgpool"):
+        window = [attributes[key] for key in ("kernel", "stride", "padding")]
+        dilation = attributes.get("dilation", [1, 1])
+        sizes = zip(first[1:], *window, dilation, strict=True)
+        return (first[0], *(_windows(*each, ceil=attributes["ceil"]) for each in sizes))
+    if op == "mean":
+        return (first[0], 1, 1) if attributes["keep"] else first[:1]
+    if op == "flatten":
+        return (math.prod(first),)
+    if op == "concat":
+        _demand(len({shape[1:] for shape in inputs}) == 1, "concat of shapes that do not fit")
+        return (sum(shape[0] for shape in inputs), *first[1:])
+    if op == "add":
+        _demand(inputs[0] == inputs[1], f"add of shapes {inputs[0]} and {inputs[1]}")
+    return first
+
+
+def complete(op: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """All attributes of an operation, those that are not given by their defaults."""
+    return {**_ATTRIBUTES[op], **attributes}
+
+
+def references(arguments: Any, kind: str) -> Iterator[str]:
+    """The names in {kind: name} objects of a "torch" node's arguments, in order."""
+    if isinstance(arguments, dict):
+        if kind in arguments and len(arguments) == 1:
+            yield arguments[kind]
+    elif isinstance(arguments, list):
+        for each in arguments:
+            yield from references(each, kind)
+
+
+def mentioned(attributes: Mapping[str, Any], kind: str) -> tuple[str, ...]:
+    """The names of one kind in all arguments of a "torch" node, each once, in order."""
+    arguments = [*attributes["args"], *attributes["kwargs"].values()]
+    return tuple(dict.fromkeys(references(arguments, kind)))
+
+
+def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil: bool = False) -> int:
+    """How many windows fit; in ceil mode the last may reach over the edge, but must start inside."""
+    room = size + 2 * padding - dilation * (kernel - 1) - 1
+    _demand(room >= 0, f"a window of {kernel} does not fit into {size} with padding {padding}")
+    count = (-(-room // stride) if ceil else room // stride) + 1
+    return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+
+def default_name(op: str, index: int, tensors: Mapping[str, str]) -> str:
+    """The name that a node has if nothing else is said: its layer's, or its operation and place."""
+    weight = tensors.get("weight", "") if op in _LAYERS else ""
+    return weight.removesuffix(".weight") if weight.endswith(".weight") else f"{op}{index}"
+
+
+def _entry(node: Node, index: int, nodes: tuple[Node, ...]) -> dict[str, Any]:
+    """A node as JSON: a name, inputs, tensors and attributes only where they are not the usual ones."""
+    entry: dict[str, Any] = {"op": node.op}
+    usual = {"weight": f"{node.name}.weight", "bias": f"{node.name}.bias"}
+    if node.op in _LAYERS and dict(node.tensors) == usual:
+        entry["name"] = node.name
+    else:
+        if node.name != default_name(node.op, index, node.tensors):
+            entry["name"] = node.name
+        if node.tensors and node.op != "torch":
+            entry["tensors"] = dict(node.tensors)
+    if node.op not in ("input", "torch") and node.inputs != (nodes[index - 1].name,):
+        entry["inputs"] = list(node.inputs)
+    if node.op in _STATED:
+        entry["shape"] = list(node.shape)
+    defaults = _ATTRIBUTES[node.op]
+    attributes = {key: value for key, value in node.attributes.items() if value != defaults[key]}
+    return entry | ({"attributes": attributes} if attributes else {})
+
+
+def _node(entry: Any, index: int, known: dict[str, Node]) -> Node:
+    _demand(isinstance(entry, dict), f"node {index} of the graph is no object")
+    op = entry.get("op")
+    _demand(
+        isinstance(op, str) and op in _ATTRIBUTES, f"node {index} of the graph has an unknown operation {op!r:.100}"
+    )
+    _demand((op == "input") == (index == 0), "the graph's first node, and no other, is its input")
+    attributes = _checked_attributes(op, entry.get("attributes", {}))
+    name, tensors = _name_and_tensors(entry, op, index, attributes)
+    _demand(name not in known, f"two nodes of the graph are called {name!r:.100}")
+    inputs = _inputs(entry, op, attributes, known)
+    shapes = [known[each].shape for each in inputs]
+    if op not in ("input", "torch"):
+        _demand(
+            all(len(shape) in (1, 3) and min(shape) > 0 for shape in shapes), f"{name!r:.100} can't read its inputs"
+        )
+        if op in ("conv", "maxpool", "avgpool", "mean"):
+            _demand(len(shapes[0]) == 3, f"{name!r:.100} needs channels, height and width, not {shapes[0]}")
+    return Node(name, op, inputs, _shape(entry, op, attributes, shapes), tensors, attributes)
+
+
+def _name_and_tensors(entry: Any, op: str, index: int, attributes: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    name, tensors = entry.get("name"), entry.get("tensors")
+    _demand(name is None or _is_name(name), f"node {index} of the graph has no proper name")
+    if op == "torch":
+        tensors = {each: each for each in mentioned(attributes, "tensor")}
+    elif tensors is None:
+        _demand(op not in _LAYERS or name is not None, f"node {index} of the graph has no name")
+        tensors = {"weight": f"{name}.weight", "bias": f"{name}.bias"} if op in _LAYERS else {}
+    roles = _TENSORS.get(op, ())
+    fits = isinstance(tensors, dict) and all(map(_is_name, tensors.values()))
+    needed = set(roles) - ({"bias"} if op in _LAYERS else set())
+    fits = fits and (op == "torch" or needed <= tensors.keys() <= set(roles))
+    _demand(fits, f"node {index} of the graph ({op}) does not have the tensors that it needs")
+    return name if name is not None else default_name(op, index, tensors), dict(tensors)
+
+
+def _inputs(entry: Any, op: str, attributes: dict[str, Any], known: dict[str, Node]) -> tuple[str, ...]:
+    if op == "input":
+        return ()
+    inputs = mentioned(attributes, "node") if op == "torch" else entry.get("inputs", [next(reversed(known))])
+    proper = isinstance(inputs, (list, tuple)) and all(isinstance(each, str) and each in known for each in inputs)
+    _demand(proper, f"a node of the graph ({op}) reads what no earlier node gives")
+    fits = {"concat": 1 <= len(inputs) <= _MOST, "torch": True, "add": len(inputs) == 2}.get(op, len(inputs) == 1)
+    _demand(fits, f"a node of the graph ({op}) has {len(inputs)} inputs")
+    return tuple(inputs)
+
+
+def _shape(entry: Any, op: str, attributes: dict[str, Any], inputs: list[Shape]) -> Shape:
+    follows = result_shape(op, attributes, inputs)
+    stated = entry.get("shape", None if follows is None else list(follows))
+    low = -_LARGEST if op == "torch" else 1
+    sizes = isinstance(stated, list) and len(stated) <= 16 and all(type(n) is int and n >= low for n in stated)
+    _demand(sizes, f"a node of the graph ({op}) has no proper shape")
+    _demand(math.prod(max(abs(n), 1) for n in stated) <= _LARGEST, f"a node of the graph ({op}) is too large: {stated}")
+    shape = tuple(stated)
+    _demand(follows is None or shape == follows, f"a node of the graph ({op}) says {shape}, but it gives {follows}")
+    if op == "conv":
+        groups = attributes["groups"]
+        _demand(len(shape) == 3 and shape[0] % groups == 0 == inputs[0][0] % groups, f"conv gives no shape {shape}")
+    if op == "linear":
+        _demand(len(shape) == len(inputs[0]) == 1, f"linear can't turn {inputs[0]} into {shape}")
+    _demand(op != "input" or shape, "the graph's input has no shape")
+    return shape
+
+
+def _checked_attributes(op: str, given: Any) -> dict[str, Any]:
+    defaults = _ATTRIBUTES[op]
+    _demand(isinstance(given, dict) and given.keys() <= defaults.keys(), f"a node ({op}) has attributes it can't have")
+    attributes = complete(op, given)
+    for key, value in attributes.items():
+        _demand(_PROPER[key](value), f"a node of the graph ({op}) has {key} {value!r:.100}")
+    if op == "clip":
+        _demand(attributes["low"] <= attributes["high"], "a node of the graph (clip) has low above high")
+    if op in ("maxpool", "avgpool"):
+        halves = zip(attributes["padding"], attributes["kernel"], strict=True)
+        _demand(
+            all(2 * pad <= size for pad, size in halves), f"a node of the graph ({op}) pads more than half a window"
+        )
+    return attributes
+
+
+def _check_tensors(node: Node, before: Shape, tensors: Mapping[str, Shape]) -> None:
+    channels = node.shape[0]
+    if node.op == "affine":
+        for role, shape in tensors.items():
+            _demand(shape == (channels,), f"{node.tensors[role]!r} is of shape {shape}, not {(channels,)}")
+        return
+    weight, bias = tensors["weight"], tensors.get("bias")
+    groups = node.attributes.get("groups", 1)
+    wanted = (channels, before[0] // groups)
+    kernel = weight[2:] if node.op == "conv" else ()
+    fits = (
+        weight[:2] == wanted
+        and len(weight) == (4 if node.op == "conv" else 2)
+        and all(0 < n < _LONGEST for n in kernel)
+    )
+    _demand(fits, f"{node.tensors['weight']!r} is of shape {weight}, which does not turn {before} into {node.shape}")
+    _demand(bias in (None, (channels,)), f"{node.tensors.get('bias')!r} is of shape {bias}, not {(channels,)}")
+    if node.op == "conv":
+        window = [node.attributes[key] for key in ("stride", "padding", "dilation")]
+        gives = tuple(_windows(*each) for each in zip(before[1:], kernel, *window, strict=True))
+        _demand(gives == node.shape[1:], f"node {node.name!r} says {node.shape[1:]}, but it gives {gives}")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _LONGEST
+
+
+def _is_pair(low: int) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list) and len(value) == 2 and all(type(n) is int and low <= n < _LONGEST for n in value)
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_argument(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, list):
+        return depth < _DEEPEST and all(_is_argument(each, depth + 1) for each in value)
+    if isinstance(value, dict):
+        if len(value) != 1:
+            return False
+        ((kind, what),) = value.items()
+        return (type(what) is int and 0 < what < _LONGEST) if kind == "batch" else kind in _MARKS and _is_name(what)
+    return value is None or isinstance(value, (bool, int, str)) or _is_number(value)
+
+
+_MARKS = ("node", "tensor", "dtype", "float")
+_PROPER: dict[str, Callable[[Any], bool]] = {
+    "stride": _is_pair(1),
+    "padding": _is_pair(0),
+    "dilation": _is_pair(1),
+    "kernel": _is_pair(1),
+    "groups": lambda value: type(value) is int and 0 < value < _LONGEST,
+    "slope": _is_number,
+    "low": _is_number,
+    "high": _is_number,
+    "ceil": _is_flag,
+    "count_padding": _is_flag,
+    "keep": _is_flag,
+    "op": lambda value: isinstance(value, str) and _ATEN.fullmatch(value) is not None,
+    "args": lambda value: isinstance(value, list) and _is_argument(value),
+    "kwargs": lambda value: isinstance(value, dict) and all(_is_argument(each) for each in value.values()),
+    "pick": lambda value: value is None or (type(value) is int and 0 <= value < 1000),
+}
+
+
+def _demand(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise BadFile(otherwise)

@@ -1,0 +1,74 @@
+"""Networks from compact files, ready to be called: with numpy alone, unless a part of them needs torch."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from harp.compact.reader import BadFile, Stored, read_sparse
+from harp.errors import CheckpointError
+from harp.files import StrPath, reason
+from harp.sparse.graph import Graph
+from harp.sparse.network import Network
+
+
+def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 31) -> Network:
+    """The network of a file that `harp export --to sparse` wrote.
+
+    It takes images as float32 of shape (N, C, H, W) in [0, 1], of numpy or torch, and gives logits of the same kind.
+    `limit` is how many bytes of tensors it may take. The file is checked as one from a stranger.
+    """
+    try:
+        header, stored = read_sparse(Path(path), limit)
+        if "graph" not in header:
+            raise BadFile("it holds tensors but no graph; `harp.compact.load` reads those")
+        graph = Graph.from_dict(header["graph"])
+        graph.check({name: each.shape for name, each in stored.items()})
+        if graph.needs_torch:
+            _check_with_torch(graph, stored)
+        tensors = _tensors(graph, stored, limit)
+    except (OSError, BadFile) as error:
+        raise CheckpointError(f"can't read {path}: {error if isinstance(error, BadFile) else reason(error)}") from error
+    return Network(graph, tensors, threads=threads, header=header)
+
+
+def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
+    import torch
+
+    from harp.sparse import reference
+
+    shells = {
+        name: torch.empty(each.shape, dtype=reference.dtype(each.values.dtype.name), device="meta")
+        for name, each in stored.items()
+    }
+    reference.check(graph, shells)
+
+
+def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, Stored | npt.NDArray[Any]]:
+    """Layers' weights as they are stored, everything else in full."""
+    sparse = {node.tensors["weight"] for node in graph.nodes if node.op in ("conv", "linear")}
+    floats = {name for node in graph.nodes if node.op != "torch" for name in node.tensors.values()}
+    for name in floats:
+        if stored[name].values.dtype.kind != "f":
+            raise BadFile(f"{name!r} is a {stored[name].values.dtype}, layers need floats")
+    named = {name: _single(stored[name]) if name in floats else stored[name] for name in graph.tensor_names()}
+    full = {name: each for name, each in named.items() if name not in sparse}
+    need = sum(math.prod(each.shape) * each.values.itemsize for each in full.values())
+    if need > limit:
+        raise BadFile(f"the tensors take {need} bytes, more than the limit of {limit}")
+    return {name: _dense(each) if name in full else each for name, each in named.items()}
+
+
+@np.errstate(over="ignore")  # what is too large for a float32 is infinite
+def _single(each: Stored) -> Stored:
+    return each._replace(values=each.values.astype(np.float32, copy=False))
+
+
+def _dense(each: Stored) -> npt.NDArray[Any]:
+    if each.indices is None:
+        return each.values.reshape(each.shape)
+    made = np.zeros(math.prod(each.shape), each.values.dtype)
+    made[each.indices] = each.values
+    return made.reshape(each.shape)

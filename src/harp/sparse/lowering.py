@@ -1,0 +1,331 @@
+"""From a graph to the few operations that the native code knows, with activations and sums put into the products.
+
+A *stage* is a part of the graph that the native code computes as a whole. Between stages are nodes that are left to
+torch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from harp.sparse import taps
+from harp.sparse.graph import Graph, Node
+from harp.sparse.native import CLIP, LEAKY, LINEAR, RELU
+from harp.sparse.taps import Floats, Taps
+
+Size = tuple[int, int, int]
+_LARGEST_WINDOW = 255  # which pixel of a window was largest is kept in a byte
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What happens to a sum: nothing, or a function of two or three straight parts."""
+
+    kind: int = LINEAR
+    low: float = 0.0
+    high: float = 0.0
+
+
+@dataclass(eq=False)
+class Value:
+    """A result: channels, height, width. Its gradient is masked where an activation cut it off."""
+
+    size: Size
+    activation: Activation = field(default_factory=Activation)
+
+
+@dataclass(eq=False)
+class Product:
+    """y = activation(bias + taps · x + summand); `weight` and `bias` name the tensors, None for constants."""
+
+    x: Value
+    y: Value
+    taps: Taps
+    bias: Floats | None = None
+    summand: Value | None = None
+    weight: str | None = None
+    bias_name: str | None = None
+
+    def change(self, values: Floats, bias: Floats | None) -> None:
+        """Take the weights and the bias of another moment; which entries count stays."""
+        self.taps = replace(self.taps, values=np.ascontiguousarray(values, np.float32))
+        self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+
+
+@dataclass(eq=False)
+class Split:
+    """The phases of an input: y has the pixels (i, j), (i + stride, j), ... of x in planes of their own."""
+
+    x: Value
+    y: Value
+    stride: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Flatten:
+    """Every pixel of every channel as a channel of its own."""
+
+    x: Value
+    y: Value
+
+
+@dataclass(eq=False)
+class MaxPool:
+    """The largest number of each window."""
+
+    x: Value
+    y: Value
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Concat:
+    """Channels one after another."""
+
+    xs: list[Value]
+    y: Value
+
+
+Operation = Product | Split | Flatten | MaxPool | Concat
+
+
+@dataclass
+class Stage:
+    """Operations in their order, what they read from outside and what others read of them, by the nodes' names."""
+
+    operations: list[Operation]
+    inputs: dict[str, Value]
+    outputs: dict[str, Value]
+
+
+def read(operation: Operation) -> list[Value]:
+    """The values that an operation reads."""
+    if isinstance(operation, Concat):
+        return list(operation.xs)
+    summand = operation.summand if isinstance(operation, Product) else None
+    return [operation.x] if summand is None else [operation.x, summand]
+
+
+def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
+    """A graph in its parts: stages for the native code, and single nodes for torch."""
+    needed = _needed(graph)
+    native = {node.name: node.name in needed and is_native(node, _shapes(graph)) for node in graph.nodes}
+    parts: list[list[Node]] = []
+    for node in graph.nodes[1:]:
+        if node.name not in needed:
+            continue
+        if native[node.name] and parts and native[parts[-1][-1].name]:
+            parts[-1].append(node)
+        else:
+            parts.append([node])
+    readers = Counter(name for node in graph.nodes if node.name in needed for name in node.inputs)
+    readers[graph.output] += 1
+    found: list[Stage | Node] = []
+    for part in parts:
+        if native[part[0].name]:
+            inside = Counter(name for node in part for name in node.inputs)
+            leaving = [n.name for n in part if readers[n.name] > inside[n.name]]
+            found.append(_Lowering(tensors, _shapes(graph)).stage(part, leaving))
+        else:
+            found.append(part[0])
+    return found
+
+
+def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the native code computes a node."""
+    attributes = node.attributes
+    if node.op == "torch" or not all(len(shapes[name]) in (1, 3) and min(shapes[name]) > 0 for name in node.inputs):
+        return False
+    if node.op == "maxpool":
+        return int(math.prod(attributes["kernel"])) <= _LARGEST_WINDOW
+    if node.op == "avgpool":
+        return not attributes["ceil"] and bool(attributes["count_padding"] or not any(attributes["padding"]))
+    return True
+
+
+def _needed(graph: Graph) -> set[str]:
+    needed = {graph.output, graph.nodes[0].name}
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed.update(node.inputs)
+    return needed
+
+
+def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
+    return {node.name: node.shape for node in graph.nodes}
+
+
+def _size(shape: Sequence[int]) -> Size:
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], 1, 1)
+
+
+def _pair(numbers: Sequence[int]) -> tuple[int, int]:
+    return numbers[0], numbers[1]
+
+
+class _Lowering:
+    """One stage in the making."""
+
+    def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.tensors, self.shapes = tensors, shapes
+        self.operations: list[Operation] = []
+        self.values: dict[str, Value] = {}
+        self.inputs: dict[str, Value] = {}
+        self.derived: dict[tuple[Value, tuple[int, int]], Split] = {}
+        self.flat: dict[Value, Value] = {}
+
+    def stage(self, nodes: list[Node], leaving: list[str]) -> Stage:
+        """The operations of some nodes, of which those that leave are read by others."""
+        self.readers = Counter(name for node in nodes for name in node.inputs)
+        self.readers.update(leaving)
+        for node in nodes:
+            self.values[node.name] = getattr(self, f"_{node.op}")(node, [self._value(name) for name in node.inputs])
+            self.readers.subtract(node.inputs)
+        return Stage(self.operations, self.inputs, {name: self.values[name] for name in leaving})
+
+    def _value(self, name: str) -> Value:
+        if name not in self.values:
+            self.values[name] = self.inputs[name] = Value(_size(self.shapes[name]))
+        return self.values[name]
+
+    def _array(self, node: Node, role: str) -> Floats | None:
+        if role not in node.tensors:
+            return None
+        tensor = self.tensors[node.tensors[role]]
+        if isinstance(tensor, tuple):
+            full = np.zeros(math.prod(tensor[0]), np.float32)
+            full[slice(None) if tensor[1] is None else tensor[1]] = tensor[2]
+            return full
+        return np.ascontiguousarray(tensor, np.float32)
+
+    def _product(self, x: Value, size: Size, each: Taps, node: Node | None = None) -> Value:
+        y = Value(size)
+        bias = None if node is None else self._array(node, "bias")
+        names = {} if node is None else node.tensors
+        self.operations.append(Product(x, y, each, bias, None, names.get("weight"), names.get("bias")))
+        return y
+
+    def _flattened(self, x: Value) -> Value:
+        if x.size[1:] == (1, 1):
+            return x
+        if x not in self.flat:
+            self.flat[x] = Value((math.prod(x.size), 1, 1))
+            self.operations.append(Flatten(x, self.flat[x]))
+        return self.flat[x]
+
+    def _convolved(self, x: Value, size: Size, weight: taps.Weight, node: Node | None, **how: Any) -> Value:
+        """A convolution, by the form that suits its output and its stride."""
+        if size[1:] == (1, 1) and x.size[1:] != (1, 1):
+            each = taps.whole(weight, x.size, how["padding"], how["dilation"], how["groups"])
+            return self._product(self._flattened(x), size, each, node)
+        each = taps.convolution(weight, x.size, **how)
+        stride = how["stride"]
+        if stride != (1, 1):
+            split = self._split(x, stride)
+            x = split.y
+        return self._product(x, size, each, node)
+
+    def _split(self, x: Value, stride: tuple[int, int]) -> Split:
+        if (x, stride) not in self.derived:
+            channels, height, width = x.size
+            size = (channels * math.prod(stride), -(-height // stride[0]), -(-width // stride[1]))
+            split = self.derived[x, stride] = Split(x, Value(size), stride)
+            self.operations.append(split)
+        return self.derived[x, stride]
+
+    def _conv(self, node: Node, inputs: list[Value]) -> Value:
+        how = {key: _pair(node.attributes[key]) for key in ("stride", "padding", "dilation")}
+        weight = taps.weight_of(self.tensors[node.tensors["weight"]])
+        size = _size(node.shape)
+        return self._convolved(inputs[0], size, weight, node, **how, groups=node.attributes["groups"])
+
+    def _linear(self, node: Node, inputs: list[Value]) -> Value:
+        weight = taps.weight_of(self.tensors[node.tensors["weight"]])
+        return self._product(inputs[0], _size(node.shape), taps.linear(weight), node)
+
+    def _affine(self, node: Node, inputs: list[Value]) -> Value:
+        scale, shift = self._array(node, "scale"), self._array(node, "shift")
+        assert scale is not None
+        y = self._product(inputs[0], _size(node.shape), taps.diagonal(scale))
+        product = self.operations[-1]
+        assert isinstance(product, Product)
+        product.bias, product.weight, product.bias_name = shift, node.tensors["scale"], node.tensors["shift"]
+        return y
+
+    def _avgpool(self, node: Node, inputs: list[Value]) -> Value:
+        kernel, stride, padding = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding"))
+        channels = inputs[0].size[0]
+        weight = taps.average(channels, kernel)
+        how = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": channels}
+        return self._convolved(inputs[0], _size(node.shape), weight, None, **how)
+
+    def _mean(self, node: Node, inputs: list[Value]) -> Value:
+        channels, *kernel = inputs[0].size
+        if kernel == [1, 1]:
+            return inputs[0]
+        weight = taps.average(channels, _pair(kernel))
+        how = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": channels}
+        return self._convolved(inputs[0], (channels, 1, 1), weight, None, **how)
+
+    def _maxpool(self, node: Node, inputs: list[Value]) -> Value:
+        y = Value(_size(node.shape))
+        window = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding", "dilation"))
+        self.operations.append(MaxPool(inputs[0], y, *window))
+        return y
+
+    def _flatten(self, node: Node, inputs: list[Value]) -> Value:
+        return self._flattened(inputs[0])
+
+    def _concat(self, node: Node, inputs: list[Value]) -> Value:
+        y = Value(_size(node.shape))
+        self.operations.append(Concat(inputs, y))
+        return y
+
+    def _add(self, node: Node, inputs: list[Value]) -> Value:
+        free = [value for value in inputs if (made := self._free(value)) and made.summand is None]
+        if free:
+            order = [operation.y for operation in self.operations]
+            product = self._free(max(free, key=order.index))
+            assert product is not None
+            self.operations.remove(product)
+            self.operations.append(product)  # nobody reads it yet, so it can wait for the summand
+            product.summand = inputs[0] if product.y is inputs[1] else inputs[1]
+            return product.y
+        y = self._product(inputs[0], inputs[0].size, taps.identity(inputs[0].size[0]))
+        product = self._free(y, readers=0)
+        assert product is not None
+        product.summand = inputs[1]
+        return y
+
+    def _free(self, value: Value, readers: int = 1) -> Product | None:
+        """The product that made a value, if it can still change: who reads it is the present node alone."""
+        names = [name for name, each in self.values.items() if each is value]
+        if sum(self.readers[name] for name in names) != readers or value.activation.kind != LINEAR:
+            return None
+        if any(value in read(each) for each in self.operations):
+            return None
+        made = next((each for each in self.operations if each.y is value), None)
+        return made if isinstance(made, Product) else None
+
+    def _activated(self, inputs: list[Value], activation: Activation) -> Value:
+        (x,) = inputs
+        if self._free(x) is None:
+            x = self._product(x, x.size, taps.identity(x.size[0]))
+        x.activation = activation
+        return x
+
+    def _relu(self, node: Node, inputs: list[Value]) -> Value:
+        return self._activated(inputs, Activation(RELU))
+
+    def _leaky(self, node: Node, inputs: list[Value]) -> Value:
+        return self._activated(inputs, Activation(LEAKY, node.attributes["slope"]))
+
+    def _clip(self, node: Node, inputs: list[Value]) -> Value:
+        return self._activated(inputs, Activation(CLIP, node.attributes["low"], node.attributes["high"]))

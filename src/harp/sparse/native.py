@@ -1,0 +1,122 @@
+"""The native code: where it is, and what its structures look like. native/engine.h is the other side of it."""
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ABI = 4
+PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS = range(7)
+LINEAR, RELU, LEAKY, CLIP = range(4)
+NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
+
+_SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+_BUILT = Path(__file__).with_name(f"_native{_SUFFIX}")
+
+
+class Step(Structure):
+    """One step of a program."""
+
+    _fields_ = (
+        ("op", c_int64),
+        ("x", c_int64),
+        ("y", c_int64),
+        ("r", c_int64),
+        ("rows", c_int64),
+        ("block", c_int64),
+        ("place", c_void_p),
+        ("start", c_void_p),
+        ("tap", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("runs", c_int64),
+        ("run", c_void_p),
+        ("zeros", c_int64),
+        ("zero", c_void_p),
+        ("xplane", c_int64),
+        ("yplane", c_int64),
+        ("activation", c_int64),
+        ("low", c_float),
+        ("high", c_float),
+        ("mask", c_int64),
+        ("kept", c_int64),
+        ("maskrow", c_int64),
+        ("size", c_int64 * 14),
+    )
+
+
+class Program(Structure):
+    """Steps, and the memory that they work in."""
+
+    _fields_ = (
+        ("steps", POINTER(Step)),
+        ("count", c_int64),
+        ("lanes", c_int64),
+        ("arena", c_void_p),
+        ("arena_size", c_int64),
+        ("input", c_int64),
+        ("more", c_int64),
+        ("output", c_int64),
+        ("kept", c_int64),
+    )
+
+
+class Kernels(Structure):
+    """The steps as one instruction set computes them, and the widths that suit it."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        ("lanes", c_int64),
+        ("word", c_int64),
+        ("widest", c_int64 * 4),
+        ("step", c_void_p),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, None if it was not built for this machine; HARP_NATIVE_LIBRARY names another file."""
+    if os.environ.get("HARP_NATIVE") == "0":
+        return None
+    try:
+        loaded = ctypes.CDLL(os.environ.get("HARP_NATIVE_LIBRARY") or str(_BUILT))
+        loaded.harp_abi.restype = c_int64
+        if loaded.harp_abi() != ABI:
+            return None
+    except (OSError, AttributeError):
+        return None
+    loaded.harp_kernels.restype = POINTER(Kernels)
+    loaded.harp_kernels.argtypes = [c_char_p]
+    loaded.harp_run.restype = None
+    outside = (c_void_p,) * 4
+    loaded.harp_run.argtypes = [POINTER(Kernels), POINTER(Program), *outside, c_int64, c_int64]
+    return loaded
+
+
+@cache
+def kernels() -> Kernels | None:
+    """The kernels for this CPU; HARP_ISA asks for others, by their name. None if there are none."""
+    code = library()
+    found = code and code.harp_kernels(os.environ.get("HARP_ISA", "").encode())
+    return found.contents if found else None
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Addresses of what a program reads and writes beside its arena, None for what it does not."""
+
+    given: int
+    more: int | None = None
+    answers: int | None = None
+    kept: int | None = None
+
+
+def run(program: Program, outside: Outside, groups: int, threads: int) -> None:
+    """Compute groups of images."""
+    code, fit = library(), kernels()
+    assert code is not None and fit is not None
+    addresses = outside.given, outside.more, outside.answers, outside.kept
+    code.harp_run(ctypes.byref(fit), ctypes.byref(program), *addresses, groups, threads)

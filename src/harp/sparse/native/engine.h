@@ -1,0 +1,55 @@
+// What the Python side and the kernels agree on. harp/sparse/native.py declares the same structures.
+//
+// A tensor lives in an arena of floats as one plane a channel. A plane has rows of `pitch` positions, with zeros
+// above, below and between the rows, so that a convolution reads its padding like any other number. A position holds
+// `lanes` floats: the same pixel of so many images, or of one.
+#pragma once
+#include <stdint.h>
+
+enum Op : int64_t { PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS };
+enum Activation : int64_t { LINEAR, RELU, LEAKY, CLIP };
+enum Mask : int64_t { NO_MASK, WRITE_MASK, APPLY_MASK };
+
+struct Step {
+  int64_t op;
+  int64_t x, y, r;              // where input, output and summand begin in the arena, in floats; r < 0: no summand
+  int64_t rows, block;          // blocks of rows and rows in a block; channels, for other steps
+  const int32_t *place;         // the channel of every row
+  const int32_t *start;         // PRODUCT: where the taps of each block begin, and where the last end
+  const int32_t *tap;           // what to read, in floats from the position that is computed
+  const float *weight;          // `block` numbers a tap
+  const float *bias;            // a number a row, or null
+  int64_t runs;                 // pieces that the planes are computed in
+  const int32_t *run;           // start in floats, length in vectors; MOVE: start there, start here
+  int64_t zeros;                // what lies between the rows and has to become zero again
+  const int32_t *zero;          // start, length, in floats
+  int64_t xplane, yplane;       // floats from one channel to the next
+  int64_t activation;
+  float low, high;              // of CLIP; `low` is the slope of LEAKY
+  int64_t mask, kept, maskrow;  // Mask; where its bits begin in the memory that is kept, bytes of a row
+  int64_t size[14];             // MOVE, pooling, PACK, UNPACK: see there
+};
+
+struct Program {
+  const Step *steps;
+  int64_t count;
+  int64_t lanes;                // images that are computed together
+  float *arena;                 // one for each thread, zero where no step writes
+  int64_t arena_size;           // in floats
+  int64_t input, more, output;  // floats of a group of images, of what else is given, of the answers
+  int64_t kept;                 // bytes of a group that stay for later
+};
+
+// What a step reads and writes outside its arena, of one group of images.
+struct Outside {
+  const float *in, *more;
+  float *out;
+  uint8_t *kept;
+};
+
+struct Kernels {
+  const char *name;
+  int64_t lanes, word;          // floats of a vector; bytes of its mask
+  int64_t widest[4];            // vectors of a run, for blocks of one to four rows
+  void (*step)(const Step *, float *arena, const Outside *, int64_t lanes);
+};

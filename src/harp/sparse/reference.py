@@ -1,0 +1,197 @@
+"""A graph computed in torch, node by node: what every faster way is held against, and what serves where there is none.
+
+It is differentiable and works on every device that torch knows.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harp.compact.reader import BadFile
+from harp.sparse.graph import Graph, Node
+
+# Functions of aten that a file must not call although they change none of their arguments: they read files, give
+# memory that nobody wrote to, look past the ends of tensors, or make something else than a plain tensor.
+_DENIED = (
+    "alias", "as_strided", "cuda", "cudnn", "dropout", "empty", "file", "fbgemm", "indices_unsafe", "mkldnn", "miopen",
+    "nested", "pin", "quant", "rand", "resize", "sparse", "storage", "unsafe", "xnnpack",
+)  # fmt: skip
+# Names with an underscore in front are the library's own affairs; these are what exported networks consist of.
+_INNER = {
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_convolution", "_log_softmax",
+    "_native_batch_norm_legit_no_training", "_prelu_kernel",
+    "_safe_softmax", "_softmax", "_to_copy", "_unsafe_view", "_weight_norm", "_weight_norm_interface",
+}  # fmt: skip
+_ATTENTION = "scaled_dot_product_attention"  # random only if it is asked to drop anything
+_DROPPED = ("device", "layout", "memory_format", "pin_memory")  # arguments that are no part of what is computed
+
+
+def run(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The result of the network for a batch of images."""
+    results: dict[str, Tensor] = {}
+    left = _readers(graph)
+    for node in graph.nodes:
+        results[node.name] = (
+            x if node.op == "input" else step(node, [results[each] for each in node.inputs], tensors, x)
+        )
+        for each in node.inputs:
+            left[each] -= 1
+            if left[each] == 0:  # its memory can serve again
+                del results[each]
+    return results[graph.output]
+
+
+def step(node: Node, inputs: list[Tensor], tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The result of one node; of the images `x` only the number and the device matter."""
+    if node.op == "torch":
+        return _call(node, dict(zip(node.inputs, inputs, strict=True)), tensors, x)
+    first, has = inputs[0], node.attributes
+    match node.op:
+        case "conv":
+            weight, bias = _weights(node, tensors)
+            return F.conv2d(first, weight, bias, has["stride"], has["padding"], has["dilation"], has["groups"])
+        case "linear":
+            return F.linear(first, *_weights(node, tensors))
+        case "affine":
+            axes = (-1, *[1] * (first.ndim - 2))
+            return first * tensors[node.tensors["scale"]].view(axes) + tensors[node.tensors["shift"]].view(axes)
+        case "relu":
+            return F.relu(first)
+        case "leaky":
+            return F.leaky_relu(first, has["slope"])
+        case "clip":
+            return first.clamp(has["low"], has["high"])
+        case "add":
+            return first + inputs[1]
+        case "concat":
+            return torch.cat(inputs, dim=1)
+        case "maxpool":
+            window = has["kernel"], has["stride"], has["padding"], has["dilation"]
+            return F.max_pool2d(first, *window, ceil_mode=has["ceil"])
+        case "avgpool":
+            sizes = has["kernel"], has["stride"], has["padding"], has["ceil"]
+            return F.avg_pool2d(first, *sizes, count_include_pad=has["count_padding"])
+        case "mean":
+            return first.mean((2, 3), keepdim=has["keep"])
+        case "flatten":
+            return first.flatten(1)
+    raise BadFile(f"the graph has an unknown operation {node.op!r}")
+
+
+def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a graph whose "torch" nodes are not allowed, or do not give what they say; `BadFile` says why.
+
+    The graph is gone through without numbers, so no node can ask for memory before its size is known.
+    """
+    for node in graph.nodes:
+        if node.op == "torch":
+            target, has = function(node.attributes["op"]), node.attributes
+            if target._schema.name.endswith(_ATTENTION) and (
+                has["args"][4:5] or [has["kwargs"].get("dropout_p", 0)]
+            ) != [0]:
+                raise BadFile(f"node {node.name!r:.100} drops numbers at random, which no network in a file may do")
+    shells = {name: torch.empty_like(tensors[name], device="meta") for name in graph.tensor_names()}
+    count = 3
+    x = torch.empty(count, *graph.input_shape, device="meta")
+    results: dict[str, Tensor] = {}
+    for node in graph.nodes:
+        try:
+            result = x if node.op == "input" else step(node, [results[each] for each in node.inputs], shells, x)
+        except BadFile:
+            raise
+        except Exception as error:  # a function of torch may raise anything
+            raise BadFile(f"node {node.name!r:.100} can't be computed: {str(error).splitlines()[0]:.200}") from error
+        if not isinstance(result, Tensor) or tuple(result.shape) != full_shape(node.shape, count):
+            raise BadFile(f"node {node.name!r:.100} does not give what it says: {node.shape}")
+        results[node.name] = result
+
+
+def full_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The shape of a node's result for so many images."""
+    if any(size < 0 for size in shape):
+        return tuple(-size * count if size < 0 else size for size in shape)
+    return (count, *shape)
+
+
+@cache
+def function(name: str) -> Any:
+    """A function of aten by its name, "aten.gelu.default"; `BadFile` if there is none or a file must not call it."""
+    _, packet, overload = name.split(".")
+    found = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+    if not isinstance(found, torch._ops.OpOverload):
+        raise BadFile(f"this torch has no function {name}")
+    if not is_allowed(found):
+        raise BadFile(f"{name} is no function that a network in a file may call")
+    return found
+
+
+def is_allowed(overload: Any) -> bool:
+    """Whether a function of torch is one of tensors and numbers that always gives the same tensors."""
+    schema, name = overload._schema, overload._schema.name.removeprefix("aten::")
+    return (
+        overload.namespace == "aten"
+        and not schema.is_mutable
+        and not any(argument.is_out for argument in schema.arguments)
+        and bool(schema.returns)
+        and all(str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns)
+        and (torch.Tag.nondeterministic_seeded not in overload.tags or name == _ATTENTION)
+        and (name in _INNER or (not name.startswith("_") and not any(word in name for word in _DENIED)))
+    )
+
+
+def _call(node: Node, nodes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    target = function(node.attributes["op"])
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [value(each) for each in argument]
+        if not isinstance(argument, dict):
+            return argument
+        ((kind, what),) = argument.items()
+        match kind:
+            case "node":
+                return nodes[what]
+            case "tensor":
+                return tensors[what]
+            case "batch":
+                return what * len(x)
+            case "dtype":
+                return dtype(what)
+        return float(what)
+
+    names = {argument.name for argument in target._schema.arguments}
+    where = {"device": x.device} if "device" in names else {}
+    kwargs = {key: value(each) for key, each in node.attributes["kwargs"].items() if key not in _DROPPED}
+    result = target(*(value(each) for each in node.attributes["args"]), **kwargs, **where)
+    pick = node.attributes["pick"]
+    if pick is None:
+        return result  # type: ignore[no-any-return]  # a function of torch, its results were checked by the schema
+    if not isinstance(result, (tuple, list)) or pick >= len(result):
+        raise BadFile(f"node {node.name!r:.100} picks result {pick}, which is not there")
+    return result[pick]  # type: ignore[no-any-return]
+
+
+def dtype(name: str) -> torch.dtype:
+    """A type of torch by its name, "float32"."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise BadFile(f"this torch has no type {name!r:.100}")
+    return found
+
+
+def _weights(node: Node, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    return tensors[node.tensors["weight"]], tensors[node.tensors["bias"]] if "bias" in node.tensors else None
+
+
+def _readers(graph: Graph) -> dict[str, float]:
+    counts: dict[str, float] = {node.name: 0 for node in graph.nodes}
+    for node in graph.nodes:
+        for each in node.inputs:
+            counts[each] += 1
+    counts[graph.output] = math.inf
+    return counts

@@ -1,0 +1,282 @@
+"""The sparse engine inside attacks and trainings: the same results up to rounding, the same bits every time."""
+
+import copy
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import harp
+from harp import frozen as frozen_module
+from harp.attacks import Pgd
+from harp.frozen import frozen
+from harp.masks import Masks
+from harp.sparse import native
+from harp.sparse.follower import Follower
+from harp.sparse.training import SparseForward
+
+pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+
+
+class Residual(nn.Module):
+    """Small, with all that makes it hard: norms that train, a stride, a sum, a layer that is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1, bias=False)
+        self.one, self.two = nn.Conv2d(32, 64, 3, 2, 1, bias=False), nn.Conv2d(64, 64, 3, 1, 1)
+        self.short = nn.Conv2d(32, 64, 1, 2, bias=False)
+        self.norms = nn.ModuleList(map(nn.BatchNorm2d, (32, 64, 64, 64)))
+        self.head = nn.Linear(64 * 16, 40)
+        self.last = nn.Linear(40, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norms[0](self.stem(x)))
+        y = F.relu(self.norms[1](self.one(x)), inplace=True)
+        x = F.relu(self.norms[2](self.two(y)) + self.norms[3](self.short(x)))
+        return self.last(F.leaky_relu(self.head(F.max_pool2d(x, 2).flatten(1)), 0.1))
+
+
+def pruned(keep: float = 0.05, seed: int = 0) -> tuple[Residual, Masks]:
+    torch.manual_seed(seed)
+    model = Residual()
+    masks = {}
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and name not in ("stem.weight", "last.weight"):
+            masks[name] = torch.rand_like(weight) < keep
+            weight.data.mul_(masks[name] / keep**0.5)
+    for norm in model.norms:
+        norm.running_mean.normal_(0, 0.1)
+        norm.running_var.uniform_(0.5, 1.5)
+    return model, masks
+
+
+def data(count: int = 24) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(7)
+    return torch.rand(count, 3, 16, 16), torch.randint(10, (count,))
+
+
+def slope(net: Any, x: Tensor, y: Tensor) -> Tensor:
+    points = x.clone().requires_grad_(True)
+    (gradient,) = torch.autograd.grad(F.cross_entropy(net(points), y, reduction="sum"), points)
+    return gradient
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARP_ENGINE", "always")
+
+
+def test_attacks_use_the_engine_for_sparse_networks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frozen_module, "_WORTH", 0)
+    monkeypatch.delenv("HARP_ENGINE", raising=False)
+    x, y = data()
+    model, _ = pruned()
+    with frozen(model, x) as net:
+        assert isinstance(net, Follower)
+        found = slope(net, x, y)
+    with frozen(pruned(1.0)[0], x) as net:
+        assert isinstance(net, fx.GraphModule), "a dense network is left to torch"
+    monkeypatch.setenv("HARP_ENGINE", "off")
+    with frozen(model, x) as net:
+        assert isinstance(net, fx.GraphModule), "it can be switched off"
+        wanted = slope(net, x, y)
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    with frozen(model, x.double(), fast=False) as net:
+        assert net is model
+
+
+def test_small_networks_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HARP_ENGINE", raising=False)
+    monkeypatch.setattr(frozen_module, "_WORTH", 1e9)
+    with frozen(pruned()[0], data()[0]) as net:
+        assert isinstance(net, fx.GraphModule)
+
+
+@pytest.mark.usefixtures("always")
+def test_the_engine_follows_weights_norms_and_masks() -> None:
+    x, y = data()
+    model, _ = pruned()
+    model.eval()
+    networks = []
+    for change in ("none", "weights", "norms", "masks"):
+        with torch.no_grad():
+            if change == "weights":
+                for weight in model.parameters():
+                    weight.mul_(1.1)
+            elif change == "norms":
+                for norm in model.norms:
+                    norm.running_mean.add_(0.1)
+                    norm.running_var.mul_(1.2)
+                    norm.weight.mul_(0.9)
+                    norm.bias.add_(0.05)
+            elif change == "masks":
+                model.two.weight[0, :5] += 0.1
+        with frozen(model, x) as net:
+            assert isinstance(net, Follower)
+            networks.append(net.network)
+            assert torch.allclose(net(x), model(x), atol=1e-5)
+            found = slope(net, x, y)
+        wanted = slope(model, x, y)
+        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
+    assert networks[0] is networks[1] is networks[2] is not networks[3], "programs are made anew for other masks only"
+
+
+@pytest.mark.usefixtures("always")
+def test_an_attack_leaves_the_model_as_it_was() -> None:
+    model, _ = pruned()
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    x, y = data()
+    Pgd(steps=2)(model, x, y)
+    assert model.training and all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(weight.grad is None for weight in model.parameters())
+    assert "forward" not in vars(model.one)
+
+
+def test_the_same_attack_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pruned()
+    x, y = data()
+    points = {}
+    for said in ("off", "always"):
+        monkeypatch.setenv("HARP_ENGINE", said)
+        torch.manual_seed(0)
+        points[said] = Pgd(steps=1)(model, x, y)
+    assert (points["off"] == points["always"]).float().mean() > 0.999
+    torch.manual_seed(0)
+    assert torch.equal(Pgd(steps=1)(model, x, y), points["always"]), "the same seed gives the same bits"
+
+
+@pytest.mark.parametrize("count", [5, 24])
+def test_a_training_pass_gives_the_gradients_of_the_kept_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    model, masks = pruned()
+    twin = copy.deepcopy(model)
+    x, y = data(count)
+    F.cross_entropy(model(x), y).backward()
+    sparse = SparseForward(twin, twin, masks)
+    F.cross_entropy(sparse(x), y).backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        wanted = one.grad * masks[name] if name in masks else one.grad
+        assert (other.grad - wanted).abs().max() <= 1e-4 * one.grad.abs().max() + 1e-6, name
+    for (name, one), (_, other) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5), name
+    assert "forward" not in vars(twin.one)
+
+
+def test_without_masks_all_weights_get_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    model, _ = pruned(0.03)
+    twin = copy.deepcopy(model)
+    x, y = data()
+    sparse = SparseForward(twin, twin)
+    for _ in range(2):  # the second time with other weights zero
+        for net, forward in ((model, model), (twin, sparse)):
+            net.zero_grad()
+            F.cross_entropy(forward(x), y).backward()
+        for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            assert (other.grad - one.grad).abs().max() <= 1e-4 * one.grad.abs().max() + 1e-6, name
+        with torch.no_grad():
+            for net in (model, twin):
+                net.one.weight.copy_(net.one.weight.roll(1, 0))
+
+
+def test_dense_layers_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    model, _ = pruned(0.9)
+    sparse = SparseForward(model, model)
+    assert not sparse._sparse_layers()
+    model, masks = pruned()
+    sparse = SparseForward(model, model, masks)
+    assert len(sparse._sparse_layers()) == 4
+    x = data()[0]
+    monkeypatch.setenv("HARP_ENGINE", "off")
+    assert torch.equal(sparse(x), model(x))
+
+
+def fitted(masks: Masks, model: nn.Module, epochs: int = 2) -> dict[str, Tensor]:
+    units = harp.Weights(model)
+    whole = {
+        name: masks.get(name, torch.ones_like(w, dtype=torch.bool))
+        for name, w in zip(units.masked, units.weights, strict=True)
+    }
+    batches = [data()]
+    harp.fit(model, batches, harp.PgdTraining(steps=2), harp.Fixed(units, whole), epochs=epochs, lr=0.05)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_fine_tuning_is_the_same_up_to_rounding_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    results = {}
+    for said in ("off", "always", "always again"):
+        monkeypatch.setenv("HARP_ENGINE", said.split()[0])
+        model, masks = pruned()
+        results[said] = fitted(masks, model)
+    for name, value in results["always"].items():
+        assert torch.equal(value, results["always again"][name])
+        assert (value - results["off"][name]).abs().max() <= 1e-3 * max(1.0, float(value.abs().max())), name
+    kept = {name: int(value.count_nonzero()) for name, value in results["always"].items() if name in masks}
+    assert all(kept[name] <= int(mask.sum()) for name, mask in masks.items())
+
+
+def test_without_native_code_everything_still_works() -> None:
+    script = (
+        "import torch, harp\n"
+        "from harp.sparse import native\n"
+        "from harp.sparse.capture import capture\n"
+        "from harp.sparse.network import Network\n"
+        "assert native.kernels() is None\n"
+        "model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten()).eval()\n"
+        "x = torch.rand(3, 3, 5, 5)\n"
+        "captured = capture(model, x)\n"
+        "net = Network(captured.graph, {k: v.numpy() for k, v in captured.tensors(model).items()})\n"
+        "assert net.isa is None and torch.allclose(net(x), model(x), atol=1e-6)\n"
+        "y, trace = net.forward(x.numpy(), keep=True)\n"
+        "points = x.clone().requires_grad_(True)\n"
+        "(slope,) = torch.autograd.grad(model(points).sum(), points)\n"
+        "import numpy as np\n"
+        "assert np.allclose(net.backward(trace, np.ones_like(y)), slope.numpy(), atol=1e-5)\n"
+    )
+    environment = {**os.environ, "HARP_NATIVE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_every_instruction_set_that_this_cpu_has(isa: str) -> None:
+    script = (
+        "import sys, numpy as np\n"
+        "from harp.sparse import native\n"
+        "if native.kernels() is None: sys.exit(77)\n"
+        "from harp.sparse.graph import Graph, Node\n"
+        "from harp.sparse.network import Network\n"
+        "random = np.random.default_rng(0)\n"
+        "how = {'stride': [2, 1], 'padding': [1, 1], 'dilation': [1, 1], 'groups': 1}\n"
+        "nodes = (Node('i', 'input', (), (3, 9, 9)), Node('c', 'conv', ('i',), (6, 5, 9), {'weight': 'w'}, how),\n"
+        "         Node('r', 'relu', ('c',), (6, 5, 9)))\n"
+        "net = Network(Graph(nodes, 'r'), {'w': random.standard_normal((6, 3, 3, 3)).astype(np.float32)})\n"
+        "x = random.random((19, 3, 9, 9), dtype=np.float32)\n"
+        "y, trace = net.forward(x, keep=True)\n"
+        "print(net.isa, float(y.astype(np.float64).sum()), float(net.backward(trace, y).astype(np.float64).sum()))\n"
+    )
+    answers = {}
+    for name in ("", isa):
+        environment = {**os.environ, "HARP_ISA": name}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        if done.returncode == 77:
+            pytest.skip(f"this CPU has no {isa}")
+        assert done.returncode == 0, done.stderr
+        answers[name] = done.stdout.split()
+    assert answers[isa][0] == isa
+    assert np.allclose([float(n) for n in answers[isa][1:]], [float(n) for n in answers[""][1:]], rtol=1e-5)

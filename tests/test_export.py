@@ -1,0 +1,334 @@
+"""Exports: every file answers like the network, in a process that knows nothing else; nothing half is left."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import harp
+from harp import checkpoint, compact, files
+from harp.cli import app
+from harp.compact.reader import read_sparse
+from harp.display import Quiet
+from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
+from harp.export import asking, codings, formats, making
+from harp.export import subject as subjects
+from harp.sparse import reference
+from harp.sparse.capture import capture
+from harp.sparse.graph import Graph
+from harp.sparse.storing import pack
+from harp.sparse.unread import read_channels
+from tests import finished_run
+from tests.cases import batch, build
+
+TINY = {"name": "tinynet", "width": 6}
+
+
+def run_of(folder: Path, **options: Any) -> nn.Module:
+    """A run on garments, made without training."""
+    made = finished_run.content(data="fashion", model=options.pop("model", TINY), **options)
+    results = [finished_run.score("natural", 80, 100), finished_run.score("pgd-20", 40, 100, 0.1)]
+    return finished_run.make(folder, made, results=results)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run that pruned weights, exported in every format by the command."""
+    folder = tmp_path_factory.mktemp("weights") / "pruned-0123"
+    run_of(folder, keep=0.05)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOURCE_DATE_EPOCH", "86400")
+        to = [part for name in formats.FORMATS for part in ("--to", name)]
+        done = CliRunner().invoke(app, ["export", str(folder), *to, "--check", "--examples", "40"])
+    assert done.exit_code == 0, done.output
+    assert "network.harp" in done.stdout
+    assert "95 % interval" in done.stdout
+    return folder, json.loads((folder / "export" / "manifest.json").read_text())
+
+
+def test_the_manifest_says_what_is_there(weights: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = weights
+    assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(["manifest.json", *manifest["files"]])
+    for name, entry in manifest["files"].items():
+        content = (folder / "export" / name).read_bytes()
+        assert (entry["bytes"], entry["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+        assert entry["ratio"] == pytest.approx(manifest["dense_bytes"] / len(content), abs=0.01)
+        assert entry["check"]["error"] <= entry["check"]["bound"] == 1e-5
+        assert entry["check"]["images"] == 64
+        assert entry["check"]["changed"] == 0
+    budget = manifest["budget"]
+    assert budget["kept"] == sum(layer["kept"] for layer in budget["layers"])
+    assert manifest["architecture"] == {"name": "tinynet", "options": {"width": 6}}
+    assert (manifest["input_shape"], len(manifest["classes"])) == ([1, 28, 28], 10)
+    assert [(each["name"], each["n"], each.get("epsilon")) for each in manifest["accuracy"]] == [
+        ("natural", 100, None), ("pgd-20", 100, 0.1),
+    ]  # fmt: skip
+    origin = manifest["provenance"]
+    assert (origin["run"], origin["recipe"], origin["date"]) == ("pruned-0123", "0123456789ab", "1970-01-02T00:00:00Z")
+    assert manifest["files"]["network.onnx"]["opset"] >= 18
+    assert "parameters" in manifest["files"]["network.onnx"]["removed"]
+
+
+def test_accuracies_of_the_codings_are_those_of_the_network(weights: tuple[Path, dict[str, Any]]) -> None:
+    _, manifest = weights
+    found = [(each["values"], each["name"], each["n"]) for each in manifest["codings"]]
+    assert found == [(values, name, 40) for values in ("f32", "f16", "int8") for name in ("natural", "pgd-20")]
+    natural, robust = (each["value"] for each in manifest["codings"][:2])
+    assert robust <= natural
+    assert all(each["low"] <= each["value"] <= each["high"] for each in manifest["codings"])
+
+
+def test_the_sparse_file_holds_the_kept_weights(weights: tuple[Path, dict[str, Any]]) -> None:
+    folder, manifest = weights
+    header, stored = read_sparse(folder / "export" / "network.harp")
+    kept = {layer["name"]: layer["kept"] for layer in manifest["budget"]["layers"]}
+    assert {name: len(each.values) for name, each in stored.items() if name in kept} == kept
+    assert header["manifest"]["budget"] == manifest["budget"]
+    assert "files" not in header["manifest"]
+    graph = Graph.from_dict(header["graph"])
+    assert not graph.needs_torch
+    assert manifest["files"]["network.harp"]["check"]["torch"] is False
+    network = harp.load(folder / "export" / "network.harp")
+    images = torch.rand(5, 1, 28, 28)
+    _, tensors, _ = compact.load(folder / "export" / "network.harp")
+    expected = reference.run(graph, tensors, images)
+    assert torch.allclose(network(images), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert np.array_equal(network(images.numpy()), network(images).numpy())
+    assert network.header["classes"] == manifest["classes"]
+
+
+def test_the_other_files_are_plain(weights: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = weights
+    tensors, _ = checkpoint.load_tensors(folder / "export" / "network.safetensors")
+    original, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in original.items()}
+    onnx = pytest.importorskip("onnx")
+    graph = onnx.load(str(folder / "export" / "network.onnx")).graph
+    assert [each.name for each in graph.input] == ["images"]
+    assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch", "the number of images is open"
+
+
+def test_a_run_without_its_channels(tmp_path: Path) -> None:
+    made = {"units": {"kind": "channels", "budget": "flops"}, "model": {"name": "tinynet", "width": 8}}
+    small = run_of(tmp_path / "run", keep=0.4, **made)
+    subject = subjects.of(str(tmp_path / "run"), None, None, None, Quiet(), needs_data=False)
+    assert subject.cut is not None
+    manifest = making.export(subject, tmp_path / "out", ["sparse", "safetensors"], values="f32")
+    parameters = sum(p.numel() for p in small.parameters())
+    assert manifest["dense_bytes"] > 4 * parameters
+    assert manifest["files"]["network.harp"]["deviation"] < 1e-5, "f32 is exact"
+    assert manifest["files"]["network.safetensors"]["ratio"] > 1
+    x = torch.rand(3, 1, 28, 28)
+    assert torch.allclose(harp.load(tmp_path / "out" / "network.harp")(x), small(x).detach(), atol=1e-4)
+
+
+def test_a_model_by_its_name(tmp_path: Path) -> None:
+    command = ["export", "tinynet", "--data", "digits", "--to", "sparse", "--output", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    manifest = json.loads(done.stdout)
+    assert manifest["provenance"]["model"] == "tinynet"
+    assert manifest["accuracy"] == []
+    assert manifest["budget"]["kept"] == manifest["budget"]["size"]
+
+
+def test_loading_needs_no_torch(weights: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = weights
+    code = (
+        "import sys, numpy, harp; net = harp.load(sys.argv[1]);"
+        "net(numpy.zeros((1, 1, 28, 28), numpy.float32)); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder / "export" / "network.harp")], check=True)
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "onx"], "choose from sparse, onnx"),
+        (["--to", "sparse", "--values", "f8"], "choose from f32, f16, int8"),
+        (["--to", "sparse", "--weights", "a"], "a run has its own"),
+    ],
+)
+def test_wrong_options(weights: tuple[Path, dict[str, Any]], arguments: list[str], words: str) -> None:
+    with pytest.raises(HarpError, match=words):
+        CliRunner().invoke(app, ["export", str(weights[0]), *arguments], catch_exceptions=False)
+
+
+def test_targets_that_are_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="there is no folder"):
+        subjects.of(str(tmp_path / "nothing"), None, None, None, Quiet(), needs_data=False)
+    with pytest.raises(RecipeError, match="is no run"):
+        subjects.of(str(tmp_path), None, None, None, Quiet(), needs_data=False)
+    run_of(tmp_path / "half")
+    (tmp_path / "half" / "summary.json").unlink()
+    with pytest.raises(RecipeError, match="is not finished"):
+        subjects.of(str(tmp_path / "half"), None, None, None, Quiet(), needs_data=False)
+
+
+def test_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r'onnx, onnxscript, onnxruntime: pip install "harp-prune\[export\]"'):
+        formats.check(["sparse", "onnx"])
+    formats.check(["sparse", "safetensors"])
+
+
+def test_a_folder_that_can_not_be_written(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="can't write to"):
+        making.export(subject, tmp_path / "file" / "out", ["sparse"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError])
+def test_nothing_half_is_left(
+    weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+
+    def stop(form: str, path: Path, *rest: Any) -> asking.Checked:
+        assert path.stat().st_size > 0
+        if form == "safetensors":
+            raise error("stop")
+        return asking.Checked(1, 0.0, 0, False)
+
+    monkeypatch.setattr(making, "ask", stop)
+    with pytest.raises(error):
+        making.export(subject, tmp_path / "out", ["sparse", "safetensors"])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_that_answers_otherwise_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    folder, _ = weights
+    images = torch.rand(4, 1, 28, 28)
+    network = harp.load(folder / "export" / "network.harp")
+    logits = network(images)
+    good = asking.ask("sparse", folder / "export" / "network.harp", images, logits, {})
+    assert good.error < 1e-6
+    with pytest.raises(ModelError, match="answers otherwise than the network"):
+        asking.ask("sparse", folder / "export" / "network.harp", images, logits * 1.001, {})
+    files.write_bytes(tmp_path / "bad.harp", (folder / "export" / "network.harp").read_bytes()[:-1])
+    with pytest.raises(ModelError, match="cut or damaged"):
+        asking.ask("sparse", tmp_path / "bad.harp", images, logits, {})
+
+
+def test_the_date_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(RecipeError, match="SOURCE_DATE_EPOCH=yesterday"):
+        making._date()
+
+
+# The file with a graph in it.
+
+
+@pytest.fixture(scope="module")
+def residual() -> tuple[nn.Module, Graph, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A network of which most channels are dead."""
+    model = build("residual").eval()
+    generator = torch.Generator().manual_seed(1)
+    masks = {n: torch.rand(p.shape, generator=generator) < 0.02 for n, p in model.named_parameters() if p.ndim > 1}
+    masks["linear.weight"][:, 0] = True
+    harp.apply_masks(model, masks)
+    captured = capture(model, batch(2)[0])
+    return model, captured.graph, captured.tensors(model), masks
+
+
+def test_biases_that_nobody_reads_are_left_out(residual: Any, tmp_path: Path) -> None:
+    model, graph, tensors, masks = residual
+    files.write_bytes(tmp_path / "a.harp", pack(graph, tensors, masks, {"classes": 4}, "f32"))
+    header, stored = read_sparse(tmp_path / "a.harp")
+    dropped = {name for name, each in stored.items() if name.endswith("bias") and each.indices is not None}
+    assert dropped, "most channels have no reader"
+    assert header["classes"] == 4
+    x = batch(6)[0]
+    assert torch.allclose(harp.load(tmp_path / "a.harp")(x), model(x).detach(), atol=1e-5)
+    _, read, _ = compact.load(tmp_path / "a.harp")
+    assert torch.allclose(reference.run(graph, read, x), model(x).detach(), atol=1e-5)
+
+
+def test_channels_are_read_if_changing_them_changes_the_answer(residual: Any) -> None:
+    _, graph, tensors, masks = residual
+    found = read_channels(graph, masks)
+    x = batch(4)[0]
+    expected = reference.run(graph, tensors, x)
+    for node in graph.nodes:
+        if node.op == "conv" and "bias" in node.tensors:
+            name = node.tensors["bias"]
+            for channel, read in enumerate(found[node.name].tolist()):
+                moved = {**tensors, name: tensors[name].clone()}
+                moved[name][channel] += 100.0
+                same = torch.equal(reference.run(graph, moved, x), expected)
+                assert same or read, f"{name} {channel} is read"
+
+
+def test_codings_round_as_they_say(residual: Any) -> None:
+    model, graph, tensors, masks = residual
+    x = batch(8)[0]
+    expected = model(x).detach()
+    gaps = {}
+    for values in codings.CODINGS:
+        twin = codings.twin(graph, pack(graph, tensors, masks, {}, values))
+        gaps[values] = float((twin(x) - expected).abs().max() / expected.abs().max())
+    assert gaps["f32"] < 1e-6 < gaps["f16"] < gaps["int8"] < 0.05
+
+
+def test_what_torch_has_to_compute_is_in_the_file(tmp_path: Path) -> None:
+    model = build("transformer").eval()
+    captured = capture(model, batch(2)[0])
+    content = pack(captured.graph, captured.tensors(model), {}, {}, "f32")
+    files.write_bytes(tmp_path / "a.harp", content)
+    network = harp.load(tmp_path / "a.harp")
+    x = batch(5)[0]
+    assert network.graph.needs_torch
+    assert torch.allclose(network(x), model(x).detach(), atol=1e-5)
+    _, stored = read_sparse(content)
+    assert stored["encoder.layers.0.linear1.weight"].indices is not None, "a weight, whatever computes with it"
+    assert stored["position"].indices is None
+
+
+def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
+    _, graph, tensors, masks = residual
+    path = tmp_path / "a.harp"
+    compact.write(path, tensors, masks, {})
+    with pytest.raises(CheckpointError, match="no graph"):
+        harp.load(path)
+    compact.write(path, tensors, masks, {"graph": {"nodes": [{"op": "exec"}]}})
+    with pytest.raises(CheckpointError, match="unknown operation"):
+        harp.load(path)
+    fewer = {name: tensor for name, tensor in tensors.items() if name != "linear.bias"}
+    compact.write(path, fewer, masks, {"graph": graph.as_dict()})
+    with pytest.raises(CheckpointError, match=r"needs a tensor 'linear\.bias'"):
+        harp.load(path)
+    compact.write(path, tensors, masks, {"graph": graph.as_dict()})
+    with pytest.raises(CheckpointError, match="limit of 100"):
+        harp.load(path, limit=100)
+    bad = {"op": "torch", "shape": [4], "attributes": {"op": "aten.from_file.default", "args": ["/etc/passwd"]}}
+    compact.write(path, tensors, masks, {"graph": {"nodes": [*graph.as_dict()["nodes"], bad]}})
+    with pytest.raises(CheckpointError, match="no function that a network in a file may call"):
+        harp.load(path)
+    with pytest.raises(CheckpointError, match="No such file"):
+        harp.load(tmp_path / "b.harp")
+
+
+def test_a_second_export_adds_to_the_first(
+    weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "ask", lambda *_: asking.Checked(1, 0.0, 0, False))
+    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    out = tmp_path / "out"
+    making.export(subject, out, ["sparse"], values="f32")
+    manifest = making.export(subject, out, ["safetensors"])
+    assert list(manifest["files"]) == ["network.harp", "network.safetensors"]
+    assert manifest["files"]["network.harp"]["values"] == "f32"
+    (out / "network.safetensors").write_bytes(b"something else")
+    assert list(making.export(subject, out, ["sparse"])["files"]) == ["network.harp"]

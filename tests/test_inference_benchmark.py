@@ -1,0 +1,89 @@
+"""The benchmark of inference compares like with like. How long it takes is the machine's business."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import inference, pruned
+
+from harp.bench import fresh, prepared
+from harp.errors import ModelError
+from harp.units import Weights
+
+TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]
+
+
+@pytest.fixture
+def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing ONNX files takes seconds."""
+
+    def refuse(*_: object) -> None:
+        raise ModelError("not today")
+
+    monkeypatch.setattr(prepared, "export_onnx", refuse)
+
+
+def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def test_inference_prints_a_table_and_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"import_seconds": 3.0, "open_seconds": 2.0, "first_seconds": 1.0, "peak_bytes": 9, "added_bytes": 4}
+    monkeypatch.setattr(fresh, "measure", lambda *_: dict(told))
+    monkeypatch.setattr(inference, "cold_start", lambda *_: {"speedup_with_imports": 2.0})
+    flags = ["--batch", "1", "6", "--repeats", "2", "--two-threads", "--clustered", "1", "--remove-dead"]
+    assert inference.main([*TINY, *flags]) == 0
+    found = last(capsys)
+    milliseconds = found["milliseconds"]["6"]
+    assert {"engine", "torch", "frozen"} <= milliseconds.keys() and min(milliseconds.values()) > 0
+    assert found["max_relative_error"]["1"] < 1e-5 and found["max_relative_error"]["6"] < 1e-5
+    ratios = [milliseconds[name] / milliseconds["engine"] for name in ("torch", "frozen")]
+    assert found["speedup_torch"]["6"] == pytest.approx(min(ratios), abs=0.02)
+    if "onnxruntime" in milliseconds:
+        assert found["speedup_ort"]["6"] == pytest.approx(
+            milliseconds["onnxruntime"] / milliseconds["engine"], abs=0.02
+        )
+        assert found["speedup_dense"]["6"] <= found["speedup_ort"]["6"]
+        assert found["speedup_ort_small"]["1"] > 0
+    assert found["speedup_two_threads"].keys() == {"1", "6"}
+    assert found["memory"]["batch"] == 6 and found["memory"]["engine"] == {"peak_bytes": 9, "added_bytes": 4}
+    assert found["cold_start"] and found["seed"] == 0 and found["cpu"] and found["versions"]["torch"]
+    assert found["kept"] == Weights(pruned.built("resnet8", 0.5)).total(0.1)
+
+
+def test_the_sweep_tells_every_density(capsys: pytest.CaptureFixture[str], no_onnx: None) -> None:
+    flags = ["--batch", "2", "--repeats", "1", "--skip-fresh", "--density-sweep", "1", "0.2"]
+    assert inference.main([*TINY, *flags]) == 0
+    found = last(capsys)
+    assert found["density_sweep"].keys() == {"1", "0.2"}
+    assert all(ratio["2"] > 0 for ratio in found["density_sweep"].values())
+    assert "memory" not in found and "speedup_ort" not in found
+
+
+def test_a_cold_start_is_that_of_fresh_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_onnx: None
+) -> None:
+    monkeypatch.setattr(inference, "COLD_REPEATS", 1)
+    model, _ = pruned.pruned("resnet8", 0.1, "uniform", width=0.5)
+    file = prepared.of_model(model, torch.rand(2, *pruned.SHAPE), tmp_path).files["sparse"]
+    options = Namespace(model="resnet8", width=0.5, threads=1, seed=0)
+    found = inference.cold_start(options, model, file, tmp_path)
+    for name in ("engine", "dense"):
+        assert all(found[name][part] > 0 for part in ("import_seconds", "open_seconds", "first_seconds"))
+    whole = {name: sum(found[name].values()) for name in ("engine", "dense")}
+    assert found["speedup_with_imports"] == pytest.approx(whole["dense"] / whole["engine"], abs=0.02)
+    images = np.load(tmp_path / "image.npy")
+    assert images.shape == (1, *pruned.SHAPE) and images.dtype == np.float32
+
+
+@pytest.mark.parametrize("wrong", [["--model", "nope"], ["--keep", "2"], ["--strategy", "harp"]])
+def test_what_is_wrong_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert inference.main([*TINY, *wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
