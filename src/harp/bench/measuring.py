@@ -20,6 +20,7 @@ from harp.bench.runtimes import RUNTIMES, Predict
 from harp.display import Quiet
 from harp.errors import CheckpointError, RecipeError
 from harp.seeds import derive
+from harp.sparse.network import Network
 
 _SOURCES = ("torch", "onnxruntime")  # whose answers the others are held against, the first that is there
 
@@ -47,6 +48,7 @@ def measure(
     total = len(images) * len(prepared.files) * repeats + len(prepared.files)
     with display.counting("bench", total), _threads(threads):
         ways = {name: RUNTIMES[name].opened(path, threads) for name, path in prepared.files.items()}
+        notes = [*prepared.notes, *_borrowed(ways)]
         apart = _differences(ways, images[max(images)], source)
         rows, done = [], 0
         for size, x in images.items():
@@ -75,8 +77,18 @@ def measure(
         "runtimes": facts,
         "cpu": cpu_name(),
         "python": platform.python_version(),
-        "notes": list(prepared.notes),
+        "notes": notes,
     }
+
+
+def _borrowed(ways: Mapping[str, Predict]) -> list[str]:
+    """What of the engine's work is not its own: then its times are torch's."""
+    network = ways.get("sparse")
+    if not isinstance(network, Network) or network.native_share == 1:
+        return []
+    if network.isa is None:
+        return ["sparse: this installation has no native code for this machine, torch computes all of it"]
+    return [f"sparse: torch computes {1 - network.native_share:.0%} of the network's operations"]
 
 
 def _show(display: Quiet, before: int, total: int, size: int, name: str, done: int) -> None:

@@ -54,11 +54,17 @@ def of(subject: survey.Subject, folder: Path) -> Prepared:
 
 def of_model(model: nn.Module, example: Tensor, folder: Path, dense_bytes: int | None = None) -> Prepared:
     """The files of a model of torch: what is zero in it is what was pruned."""
+    sparse = folder / "network.harp"
+    graph, tensors = write_sparse(model, example, sparse)
+    return _beside(sparse, graph, tensors, folder, dense_bytes or _bytes(tensors))
+
+
+def write_sparse(model: nn.Module, example: Tensor, path: Path) -> tuple[Graph, dict[str, Tensor]]:
+    """Write the file of the engine, with weights in 32 bit; the graph and the tensors in it."""
     captured = capture(model, example)
     tensors = captured.tensors(model)
-    sparse = folder / "network.harp"
-    files.write_bytes(sparse, pack(captured.graph, tensors, {}, {}, "f32", "f32"))
-    return _beside(sparse, captured.graph, tensors, folder, dense_bytes or _bytes(tensors))
+    files.write_bytes(path, pack(captured.graph, tensors, {}, {}, "f32", "f32"))
+    return captured.graph, tensors
 
 
 def of_run(folder: Path, made: Path, shape: str | None = None) -> Prepared:

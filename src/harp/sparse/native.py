@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-ABI = 4
+ABI = 5
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS = range(7)
 LINEAR, RELU, LEAKY, CLIP = range(4)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
@@ -29,6 +29,9 @@ class Step(Structure):
         ("block", c_int64),
         ("place", c_void_p),
         ("start", c_void_p),
+        ("stop", c_void_p),
+        ("goes_on", c_int64),
+        ("outer", c_int64),
         ("tap", c_void_p),
         ("weight", c_void_p),
         ("bias", c_void_p),

@@ -3,6 +3,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#if HARP_X86
+#include <cpuid.h>
+#endif
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -11,18 +14,32 @@ extern const Kernels harp_kernels_baseline;
 extern const Kernels harp_kernels_avx2, harp_kernels_avx512;
 #endif
 
+#if HARP_X86
+// The compilers' own test needs a run-time library that not all of them have.
+static bool has(unsigned leaf, unsigned ebx_bits, unsigned ecx_bits) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(leaf, 0, &a, &b, &c, &d) && (b & ebx_bits) == ebx_bits && (c & ecx_bits) == ecx_bits;
+}
+
+// Which registers the system saves when it switches between programs.
+static bool saves(unsigned registers) {
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & registers) == registers;
+}
+#endif
+
 static const Kernels *best() {
 #if HARP_X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma"))
-    return &harp_kernels_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &harp_kernels_avx2;
+  constexpr unsigned FMA_OSXSAVE_AVX = 1u << 12 | 1u << 27 | 1u << 28;
+  constexpr unsigned AVX2 = 1u << 5, AVX512_F_DQ_BW_VL = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+  if (has(1, 0, FMA_OSXSAVE_AVX) && saves(0x6) && has(7, AVX2, 0))
+    return has(7, AVX512_F_DQ_BW_VL, 0) && saves(0xe6) ? &harp_kernels_avx512 : &harp_kernels_avx2;
 #endif
   return &harp_kernels_baseline;
 }
 
-API int64_t harp_abi(void) { return 4; }
+API int64_t harp_abi(void) { return 5; }
 
 // The kernels of a name; the best for this CPU without one; null if there are none, or the CPU can't run them.
 API const Kernels *harp_kernels(const char *name) {

@@ -66,19 +66,22 @@ inline Ints unpacked(Word w) {
 
 inline Vec choose(Ints m, Vec a, Vec b) { return (Vec)((m & (Ints)a) | (~m & (Ints)b)); }
 
-template <int B, int V> void product(const Step &s, float *arena, uint8_t *kept, long at, long vector) {
+// Rows of blocks from one to another, over one run.
+template <int B, int V>
+void product(const Step &s, float *arena, uint8_t *kept, long at, long vector, long begin, long end) {
   const float *x = arena + s.x + at;
   float *y = arena + s.y + at;
   const float *r = s.r < 0 ? nullptr : arena + s.r + at;
-  for (long block = 0; block < s.rows; block++) {
+  for (long block = begin; block < end; block++) {
     Vec a[B][V];
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
+      const float *sum = y + s.place[block * B + b] * s.yplane;
       const Vec bias = s.bias ? splat(s.bias[block * B + b]) : Vec{};
 #pragma GCC unroll 16
-      for (int v = 0; v < V; v++) a[b][v] = bias;
+      for (int v = 0; v < V; v++) a[b][v] = s.goes_on ? load(sum + v * VL) : bias;
     }
-    for (long k = s.start[block]; k < s.start[block + 1]; k++) {
+    for (long k = s.start[block]; k < s.stop[block]; k++) {
       const float *p = x + s.tap[k];
       if constexpr (B == 1) {
         const Vec w = splat(s.weight[k]);
@@ -142,7 +145,7 @@ template <int B, int V> void product(const Step &s, float *arena, uint8_t *kept,
   }
 }
 
-typedef void (*Product)(const Step &, float *, uint8_t *, long, long);
+typedef void (*Product)(const Step &, float *, uint8_t *, long, long, long, long);
 template <int B, int V> constexpr Product fitting() {
   if constexpr (V <= WIDEST[B - 1])
     return product<B, V>;
@@ -158,10 +161,14 @@ constexpr const Product *PRODUCTS[] = {Table<1>::of, Table<2>::of, Table<3>::of,
 
 void products(const Step &s, float *arena, uint8_t *kept) {
   const Product *of = PRODUCTS[s.block - 1];
-  long vector = 0;
-  for (long i = 0; i < s.runs; i++) {
-    of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector);
-    vector += s.run[2 * i + 1];
+  // With many weights a block's stay in the cache for all runs, with few a run's numbers do for all blocks.
+  const long together = s.outer ? 1 : s.rows;
+  for (long block = 0; block < s.rows; block += together) {
+    long vector = 0;
+    for (long i = 0; i < s.runs; i++) {
+      of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector, block, block + together);
+      vector += s.run[2 * i + 1];
+    }
   }
   for (long row = 0; s.zeros && row < s.rows * s.block; row++)
     for (long i = 0; i < s.zeros; i++) {
@@ -346,7 +353,7 @@ template <int V> void weigh(const Step &s, float *arena, long at) {
     Vec g[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) g[v] = load(arena + s.y + s.place[row] * s.yplane + at + v * VL);
-    for (long k = s.start[row]; k < s.start[row + 1]; k++) {
+    for (long k = s.start[row]; k < s.stop[row]; k++) {
       const float *p = arena + s.x + s.tap[k] + at;
       Vec sum = load(sums + k * VL);
 #pragma GCC unroll 16
@@ -361,7 +368,7 @@ constexpr Weigh WEIGH[] = {nullptr,  weigh<1>, weigh<2>, weigh<3>,  weigh<4>,  w
                            weigh<7>, weigh<8>, weigh<9>, weigh<10>, weigh<11>, weigh<12>};
 
 void weights(const Step &s, float *arena, uint8_t *kept) {
-  const long taps = s.start[s.rows];
+  const long taps = s.stop[s.rows - 1];
   memset(arena + s.r, 0, taps * VL * sizeof(float));
   for (long i = 0; i < s.runs; i++) WEIGH[s.run[2 * i + 1]](s, arena, s.run[2 * i]);
   float *to = (float *)(kept + s.kept);
