@@ -19,6 +19,7 @@ from harp.bench.prepared import Prepared
 from harp.bench.runtimes import RUNTIMES, Runtime
 from harp.cli import app
 from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
+from harp.sparse import native
 from tests import finished_run
 from tests.cases import ConvNet
 
@@ -68,6 +69,12 @@ def test_every_runtime_computes_the_same_network(made: Prepared, quick: None) ->
         assert row["images_per_second"] == pytest.approx(1e3 * row["batch"] / row["median_ms"])
         assert row["runtime"] != "torch" or row["speedup"] == 1
     assert found["dense_bytes"] > found["runtimes"]["sparse"]["file_bytes"]
+
+
+def test_times_that_are_torchs_are_told(made: Prepared, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    told = measuring.measure(made, batches=[1], repeats=1)["notes"]
+    assert any("no native code" in note for note in told)
 
 
 def test_threads_of_torch_are_what_they_were(made: Prepared, quick: None) -> None:

@@ -12,8 +12,10 @@ from benchmarks import inference, pruned
 
 from harp.bench import fresh, prepared
 from harp.errors import ModelError
+from harp.sparse import native
 from harp.units import Weights
 
+needs_native = pytest.mark.skipif(native.kernels() is None, reason="no native code for this machine")
 TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]
 
 
@@ -32,6 +34,7 @@ def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return found
 
 
+@needs_native
 def test_inference_prints_a_table_and_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,10 +57,12 @@ def test_inference_prints_a_table_and_one_json_object(
         assert found["speedup_ort_small"]["1"] > 0
     assert found["speedup_two_threads"].keys() == {"1", "6"}
     assert found["memory"]["batch"] == 6 and found["memory"]["engine"] == {"peak_bytes": 9, "added_bytes": 4}
+    assert found["isa"] and 0 < found["native_share"] <= 1
     assert found["cold_start"] and found["seed"] == 0 and found["cpu"] and found["versions"]["torch"]
     assert found["kept"] == Weights(pruned.built("resnet8", 0.5)).total(0.1)
 
 
+@needs_native
 def test_the_sweep_tells_every_density(capsys: pytest.CaptureFixture[str], no_onnx: None) -> None:
     flags = ["--batch", "2", "--repeats", "1", "--skip-fresh", "--density-sweep", "1", "0.2"]
     assert inference.main([*TINY, *flags]) == 0
@@ -83,6 +88,15 @@ def test_a_cold_start_is_that_of_fresh_processes(
     assert images.shape == (1, *pruned.SHAPE) and images.dtype == np.float32
 
 
+def test_without_native_code_there_is_nothing_to_measure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    assert inference.main([*TINY, "--skip-fresh"]) == 2
+    assert "no native code" in capsys.readouterr().err
+
+
+@needs_native
 @pytest.mark.parametrize("wrong", [["--model", "nope"], ["--keep", "2"], ["--strategy", "harp"]])
 def test_what_is_wrong_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert inference.main([*TINY, *wrong]) == 2

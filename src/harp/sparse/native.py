@@ -4,9 +4,11 @@ import ctypes
 import os
 import sys
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 ABI = 5
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS = range(7)
@@ -107,19 +109,21 @@ def kernels() -> Kernels | None:
     return found.contents if found else None
 
 
-@dataclass(frozen=True)
-class Outside:
-    """Addresses of what a program reads and writes beside its arena, None for what it does not."""
-
-    given: int
-    more: int | None = None
-    answers: int | None = None
-    kept: int | None = None
+def address(array: npt.NDArray[Any]) -> int:
+    """Where an array is. Quicker than its `ctypes`, which counts where a network takes a tenth of a millisecond."""
+    return int(array.__array_interface__["data"][0])
 
 
-def run(program: Program, outside: Outside, groups: int, threads: int) -> None:
-    """Compute groups of images."""
+def run(
+    program: Program,
+    groups: int,
+    threads: int,
+    given: int,
+    answers: int | None,
+    kept: int | None,
+    more: int | None = None,
+) -> None:
+    """Compute groups of images; what is read and written beside the arena are addresses, None for nothing."""
     code, fit = library(), kernels()
     assert code is not None and fit is not None
-    addresses = outside.given, outside.more, outside.answers, outside.kept
-    code.harp_run(ctypes.byref(fit), ctypes.byref(program), *addresses, groups, threads)
+    code.harp_run(fit, program, given, more, answers, kept, groups, threads)

@@ -14,18 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from harp.sparse import native, taps
+from harp.sparse.layouts import layouts
 from harp.sparse.liveness import Flags, liveness
 from harp.sparse.lowering import Activation, Concat, Flatten, MaxPool, Operation, Product, Split, Stage, Value, read
+from harp.sparse.matrices import Matrix, matrices, matrix_of
 from harp.sparse.planes import Plane
-from harp.sparse.taps import Floats, Taps
+from harp.sparse.taps import Floats
 
-_BLOCK = 4
-# A block of rows computes all that any of them needs, at twice the speed: measured with AVX2 on 64 to 512
-# channels, 77 against 36 billion operations a second.
-_FULL_ENOUGH = 0.47
-_CACHE = 192 << 10  # bytes that surely stay in the second level of the cache
-_SAMPLED = 64  # blocks that are looked at to find out
-_FARTHEST = 2**31 - 1
 _LINE = 16  # floats of a cache line
 
 
@@ -38,22 +33,6 @@ class Region:
     key: tuple[Any, ...]
     needed: int = 0
     owner: "Region | None" = None  # for a part of the channels of another
-
-
-@dataclass
-class Matrix:
-    """Taps as the native code reads them; `slot` says where the value of each tap is."""
-
-    rows: int
-    block: int
-    bounds: npt.NDArray[np.int32]  # where the taps of each block begin, in each part, and where they end
-    tap: npt.NDArray[np.int32]
-    weight: Floats
-    slot: npt.NDArray[np.int64]
-
-    def fill(self, values: Floats) -> None:
-        """Take other values for the same taps."""
-        self.weight[self.slot] = values
 
 
 @dataclass
@@ -70,7 +49,7 @@ class Builder:
 
     def __init__(self, stage: Stage, lanes: int, kernels: native.Kernels, *, keep: bool) -> None:
         self.stage, self.lanes, self.kernels, self.keep = stage, lanes, kernels, keep
-        self.planes = _planes(stage, lanes, kernels.lanes)
+        self.planes = layouts(stage, lanes, kernels.lanes)
         self.live = liveness(stage)
         self.steps: list[native.Step] = []
         self.alive: list[Any] = []
@@ -164,7 +143,7 @@ class Builder:
                 self._compute(operation, where[operation.y], where)
         x, y = where[product.x], self._region(made, 1)
         self._outside(native.PACK, y, made, 0, math.prod(made.size))
-        matrix = _matrix(product.taps, range(product.taps.rows), 1, x.plane)
+        matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane)
         step = self._step(native.WEIGHTS, x, y, np.arange(matrix.rows))
         bounds, step.tap = map(self._array, (matrix.bounds, matrix.tap))
         step.start, step.stop = bounds, bounds + 4 * matrix.rows
@@ -213,7 +192,7 @@ class Builder:
 
     def _array(self, array: npt.NDArray[Any]) -> int:
         self.alive.append(array)
-        return int(array.ctypes.data)
+        return native.address(array)
 
     # Steps.
 
@@ -306,7 +285,7 @@ class Builder:
         place = np.flatnonzero(rows).astype(np.int32)
         chosen = np.flatnonzero(alive)
         narrow = replace(each.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[each.row[chosen]])
-        for first, matrix, some in _matrices(narrow, x.plane):
+        for first, matrix, some in matrices(narrow, x.plane):
             part = place[first : first + matrix.rows * matrix.block]
             steps = self._product(matrix, part, x, y, summand)
             if not back and product.bias is not None:
@@ -323,7 +302,7 @@ class Builder:
         mask = native.APPLY_MASK if activation.kind != native.LINEAR else native.NO_MASK
         place = np.flatnonzero(rows).astype(np.int32)
         each = replace(taps.identity(len(place), planes=len(rows)), plane=place.astype(np.int64))
-        for first, matrix, _ in _matrices(each, x.plane):
+        for first, matrix, _ in matrices(each, x.plane):
             part = place[first : first + matrix.rows * matrix.block]
             self._finish(self._product(matrix, part, x, y, summand)[-1], activation, mask, value)
 
@@ -475,108 +454,6 @@ def _part(region: Region, first: int) -> Region:
 def _window(pool: MaxPool, output: Plane, given: Plane) -> tuple[int, ...]:
     sizes = (*pool.y.size[1:], *pool.x.size[1:], *pool.kernel, *pool.stride, *pool.padding, *pool.dilation)
     return (*sizes, output.pitch, given.pitch)
-
-
-def _planes(stage: Stage, lanes: int, vector: int) -> dict[Value, Plane]:
-    """The layout of every value. Those that a product or a sum links have one pitch and one padding."""
-    group: dict[Value, Value] = {}
-
-    def root(value: Value) -> Value:
-        while group.setdefault(value, value) is not value:
-            value = group[value]
-        return value
-
-    pads: list[tuple[Value, int]] = []
-    for operation in stage.operations:
-        linked = read(operation) if isinstance(operation, (Product, Concat)) else []
-        for value in (*read(operation), operation.y):
-            root(value)
-        for value in linked:
-            group[root(value)] = root(operation.y)
-        if isinstance(operation, Product):
-            pads.append((operation.y, _reach(operation)))
-    for value in (*stage.inputs.values(), *stage.outputs.values()):
-        root(value)
-    pad: dict[Value, int] = defaultdict(int)
-    for value, reach in pads:
-        pad[root(value)] = max(pad[root(value)], reach)
-    width: dict[Value, int] = defaultdict(int)
-    for value in group:
-        width[root(value)] = max(width[root(value)], value.size[2])
-    found = {}
-    for value in group:
-        around = pad[root(value)]
-        found[value] = Plane(*value.size[1:], around, width[root(value)] + around, lanes, vector)
-    return found
-
-
-def _reach(product: Product) -> int:
-    """How far outside a plane a product reads, on either way."""
-    far = 0
-    for (low, high), given, made in zip(product.taps.reach(), product.x.size[1:], product.y.size[1:], strict=True):
-        far = max(far, -low, made - 1 + high - (given - 1), high, given - 1 - low - (made - 1))
-    return far
-
-
-def _matrices(each: Taps, x: Plane) -> list[tuple[int, Matrix, npt.NDArray[np.int64] | None]]:
-    """Taps in matrices of one block size: the first row, the matrix, and which taps are in it (None: all)."""
-    if each.rows == 0:
-        return []
-    if _fill(each, min(each.rows, _BLOCK)) < _FULL_ENOUGH:
-        return [(0, _matrix(each, range(each.rows), 1, x), None)]
-    whole = each.rows // _BLOCK * _BLOCK
-    if whole == each.rows:
-        return [(0, _matrix(each, range(whole), _BLOCK, x), None)]
-    found: list[tuple[int, Matrix, npt.NDArray[np.int64] | None]] = []
-    for rows, block in ((range(whole), _BLOCK), (range(whole, each.rows), each.rows - whole)):
-        chosen = np.flatnonzero((each.row >= rows.start) & (each.row < rows.stop))
-        if len(rows):
-            found.append((rows.start, _matrix(each.chosen(chosen), rows, block, x), chosen))
-    return found
-
-
-def _fill(each: Taps, block: int) -> float:
-    """The share of weights that are none of the zeros in blocks of rows, from up to so many blocks."""
-    apart = max(1, each.rows // block // _SAMPLED)
-    some = each.chosen(np.flatnonzero(each.row // block % apart == 0))
-    key, _ = _keys(some, range(each.rows), block)
-    return len(key) / (block * max(1, len(np.unique(key))))
-
-
-def _keys(each: Taps, rows: range, block: int) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
-    """A number for every tap that orders them by block, plane and place; and the box of the places."""
-    (low, high), (left, right) = each.reach()
-    tall, wide = high - low + 1, right - left + 1
-    blocks = (each.row - rows.start) // block
-    key = ((blocks * each.planes + each.plane) * tall + each.down - low) * wide + each.right - left
-    return key, (low, left, tall, wide)
-
-
-def _matrix(each: Taps, rows: range, block: int, x: Plane) -> Matrix:
-    key, (low, left, tall, wide) = _keys(each, rows, block)
-    if block == 1 and not bool((key[1:] < key[:-1]).any()):
-        union, slot = key, np.arange(len(key))
-    else:
-        union, inverse = np.unique(key, return_inverse=True)
-        slot = inverse.reshape(-1) * block + (each.row - rows.start) % block
-    at, rest = np.divmod(union, each.planes * tall * wide)
-    plane, place = np.divmod(rest, tall * wide)
-    down, right = np.divmod(place, wide)
-    far = plane * x.size + ((down + low) * x.pitch + right + left) * x.lanes
-    if len(far) and int(far.max()) > _FARTHEST:
-        raise OverflowError("a layer is too large for the native code")
-    blocks = len(rows) // block
-    # Many weights would come from memory again for every run. So they come in parts that the cache holds the input of.
-    part = each.planes
-    if block > 1 and len(union) * (block + 1) * 4 > _CACHE:
-        part = max(1, min(each.planes, _CACHE // (4 * x.size)))
-    edges = np.minimum(np.arange(0, each.planes + part, part), each.planes)
-    bounds = np.searchsorted(at * each.planes + plane, np.arange(blocks) * each.planes + edges[:, None])
-    weight = np.zeros(len(union) * block, np.float32)
-    tap = np.ascontiguousarray(far, np.int32)
-    matrix = Matrix(blocks, block, np.ascontiguousarray(bounds, np.int32), tap, weight, slot)
-    matrix.fill(each.values)
-    return matrix
 
 
 def finished(builder: Builder, steps: list[native.Step], arena: int, sizes: tuple[int, int, int]) -> Code:

@@ -49,8 +49,8 @@ class Runner:
             count = len(given) // lanes
             if not back:
                 kept.append(np.empty(count * code.program.kept, np.uint8))
-            outside = native.Outside(given.ctypes.data, None, made.ctypes.data, kept[number].ctypes.data)
-            native.run(code.program, outside, count, self.threads)
+            given_at, made_at, kept_at = native.address(given), native.address(made), native.address(kept[number])
+            native.run(code.program, count, self.threads, given_at, made_at, kept_at)
         return y
 
     def _groups(self, *arrays: Array) -> Iterator[tuple[int, tuple[Array, ...]]]:
@@ -96,8 +96,8 @@ class Learner(Runner):
             builder, code = self._learning_code(lanes, deeper)
             count = len(given) // lanes
             sums = np.empty((count, code.program.kept // 4), np.float32)
-            outside = native.Outside(given.ctypes.data, more.ctypes.data, made.ctypes.data, sums.ctypes.data)
-            native.run(code.program, outside, count, self.threads)
+            outside = map(native.address, (given, made, sums, more))
+            native.run(code.program, count, self.threads, *outside)
             part = sums.sum(0)[builder.learned]
             total = part if total is None else total + part
         assert total is not None

@@ -1,0 +1,47 @@
+"""The layout of every value of a stage."""
+
+from collections import defaultdict
+
+from harp.sparse.lowering import Concat, Product, Stage, Value, read
+from harp.sparse.planes import Plane
+
+
+def layouts(stage: Stage, lanes: int, vector: int) -> dict[Value, Plane]:
+    """The layout of every value. Those that a product or a sum links have one pitch and one padding."""
+    group: dict[Value, Value] = {}
+
+    def root(value: Value) -> Value:
+        while group.setdefault(value, value) is not value:
+            value = group[value]
+        return value
+
+    pads: list[tuple[Value, int]] = []
+    for operation in stage.operations:
+        linked = read(operation) if isinstance(operation, (Product, Concat)) else []
+        for value in (*read(operation), operation.y):
+            root(value)
+        for value in linked:
+            group[root(value)] = root(operation.y)
+        if isinstance(operation, Product):
+            pads.append((operation.y, _reach(operation)))
+    for value in (*stage.inputs.values(), *stage.outputs.values()):
+        root(value)
+    pad: dict[Value, int] = defaultdict(int)
+    for value, reach in pads:
+        pad[root(value)] = max(pad[root(value)], reach)
+    width: dict[Value, int] = defaultdict(int)
+    for value in group:
+        width[root(value)] = max(width[root(value)], value.size[2])
+    found = {}
+    for value in group:
+        around = pad[root(value)]
+        found[value] = Plane(*value.size[1:], around, width[root(value)] + around, lanes, vector)
+    return found
+
+
+def _reach(product: Product) -> int:
+    """How far outside a plane a product reads, on either way."""
+    far = 0
+    for (low, high), given, made in zip(product.taps.reach(), product.x.size[1:], product.y.size[1:], strict=True):
+        far = max(far, -low, made - 1 + high - (given - 1), high, given - 1 - low - (made - 1))
+    return far

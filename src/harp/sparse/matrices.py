@@ -1,0 +1,95 @@
+"""Taps as the native code reads them: rows one by one, or in blocks that share what they read."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from harp.sparse.planes import Plane
+from harp.sparse.taps import Floats, Taps
+
+_BLOCK = 4
+# A block of rows computes all that any of them needs, at twice the speed: measured with AVX2 on 64 to 512
+# channels, 77 against 36 billion operations a second.
+_FULL_ENOUGH = 0.47
+_CACHE = 192 << 10  # bytes that surely stay in the second level of the cache
+_SAMPLED = 64  # blocks that are looked at to find out
+_FARTHEST = 2**31 - 1
+
+
+@dataclass
+class Matrix:
+    """Taps as the native code reads them; `slot` says where the value of each tap is."""
+
+    rows: int  # blocks of them
+    block: int
+    bounds: npt.NDArray[np.int32]  # where the taps of each block begin, in each part, and where they end
+    tap: npt.NDArray[np.int32]
+    weight: Floats
+    slot: npt.NDArray[np.int64]
+
+    def fill(self, values: Floats) -> None:
+        """Take other values for the same taps."""
+        self.weight[self.slot] = values
+
+
+def matrices(each: Taps, x: Plane) -> list[tuple[int, Matrix, npt.NDArray[np.int64] | None]]:
+    """Taps in matrices of one block size: the first row, the matrix, and which taps are in it (None: all)."""
+    if each.rows == 0:
+        return []
+    if _fill(each, min(each.rows, _BLOCK)) < _FULL_ENOUGH:
+        return [(0, matrix_of(each, range(each.rows), 1, x), None)]
+    whole = each.rows // _BLOCK * _BLOCK
+    if whole == each.rows:
+        return [(0, matrix_of(each, range(whole), _BLOCK, x), None)]
+    found: list[tuple[int, Matrix, npt.NDArray[np.int64] | None]] = []
+    for rows, block in ((range(whole), _BLOCK), (range(whole, each.rows), each.rows - whole)):
+        chosen = np.flatnonzero((each.row >= rows.start) & (each.row < rows.stop))
+        if len(rows):
+            found.append((rows.start, matrix_of(each.chosen(chosen), rows, block, x), chosen))
+    return found
+
+
+def _fill(each: Taps, block: int) -> float:
+    """The share of weights that are none of the zeros in blocks of rows, from up to so many blocks."""
+    apart = max(1, each.rows // block // _SAMPLED)
+    some = each.chosen(np.flatnonzero(each.row // block % apart == 0))
+    key, _ = _keys(some, range(each.rows), block)
+    return len(key) / (block * max(1, len(np.unique(key))))
+
+
+def _keys(each: Taps, rows: range, block: int) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
+    """A number for every tap that orders them by block, plane and place; and the box of the places."""
+    (low, high), (left, right) = each.reach()
+    tall, wide = high - low + 1, right - left + 1
+    blocks = (each.row - rows.start) // block
+    key = ((blocks * each.planes + each.plane) * tall + each.down - low) * wide + each.right - left
+    return key, (low, left, tall, wide)
+
+
+def matrix_of(each: Taps, rows: range, block: int, x: Plane) -> Matrix:
+    """The taps of some rows, by blocks of one size."""
+    key, (low, left, tall, wide) = _keys(each, rows, block)
+    if block == 1 and not bool((key[1:] < key[:-1]).any()):
+        union, slot = key, np.arange(len(key))
+    else:
+        union, inverse = np.unique(key, return_inverse=True)
+        slot = inverse.reshape(-1) * block + (each.row - rows.start) % block
+    at, rest = np.divmod(union, each.planes * tall * wide)
+    plane, place = np.divmod(rest, tall * wide)
+    down, right = np.divmod(place, wide)
+    far = plane * x.size + ((down + low) * x.pitch + right + left) * x.lanes
+    if len(far) and int(far.max()) > _FARTHEST:
+        raise OverflowError("a layer is too large for the native code")
+    blocks = len(rows) // block
+    # Many weights would come from memory again for every run. So they come in parts that the cache holds the input of.
+    part = each.planes
+    if block > 1 and len(union) * (block + 1) * 4 > _CACHE:
+        part = max(1, min(each.planes, _CACHE // (4 * x.size)))
+    edges = np.minimum(np.arange(0, each.planes + part, part), each.planes)
+    bounds = np.searchsorted(at * each.planes + plane, np.arange(blocks) * each.planes + edges[:, None])
+    weight = np.zeros(len(union) * block, np.float32)
+    tap = np.ascontiguousarray(far, np.int32)
+    matrix = Matrix(blocks, block, np.ascontiguousarray(bounds, np.int32), tap, weight, slot)
+    matrix.fill(each.values)
+    return matrix
