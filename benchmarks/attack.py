@@ -4,7 +4,8 @@ The network has random weights and random masks with the counts of a strategy (s
 library's own, the engine switched on and off; dense means `harp.frozen`: batch norms folded, the faster memory layout.
 
 pass        logits and the gradient of the cross entropy with respect to the images: what every step of an attack takes
-evaluation  `harp.accuracy` under PGD-10: the attack, and the answers to what it found
+evaluation  `harp.accuracy` under PGD-10: the attack, and the answers to what it found, which are the plain model's in
+            both ways: a dense pass that no engine makes faster
 step        a step of `harp.fit` under fixed masks with PGD-10, train-mode batch norms and the optimiser included. The
             first step of a training is left out: it finds out what the network computes.
 
@@ -144,13 +145,13 @@ def evaluations(model: nn.Module, x: Tensor, y: Tensor, options: argparse.Namesp
     """PGD-10 and the answers to what it found, both ways."""
     attack = Pgd(steps=STEPS)
 
-    def evaluate(on: bool) -> None:
+    def evaluate(on: bool, count: int) -> None:
         with engine(on=on):
-            accuracy(model, x, y, attack=attack, batch=len(x), seed=options.seed, num_classes=CLASSES)
+            accuracy(model, x[:count], y[:count], attack=attack, batch=count, seed=options.seed, num_classes=CLASSES)
 
-    ways = {"engine": partial(evaluate, True), "dense": partial(evaluate, False)}
-    if options.repeats > 1:
-        ways["engine"]()  # finds out what the network computes
+    ways = {name: partial(evaluate, name == "engine", len(x)) for name in ("engine", "dense")}
+    for name in ways:
+        evaluate(name == "engine", min(16, len(x)))  # the first time takes finding out what the network computes
     return _compared("evaluation", f"PGD-{STEPS}", interleaved(ways, options.repeats), options)
 
 
@@ -257,11 +258,18 @@ def _facts(options: argparse.Namespace, model: nn.Module, masks: Masks) -> dict[
         "kept": kept_weights(masks),
         "kept_macs": round(spent["macs_kept"] / spent["macs"], 6),
         "metric": f"{options.clock}_seconds",
+        "isa": _isa(),
         "versions": {"harp": harp.__version__, "torch": str(torch.__version__)},
         "cpu": cpu_name(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "load": load(),
     }
+
+
+def _isa() -> str | None:
+    """The instruction set that the engine computes with."""
+    fit = native.kernels()
+    return None if fit is None else fit.name.decode()
 
 
 def _parser() -> argparse.ArgumentParser:

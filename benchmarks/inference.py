@@ -43,10 +43,12 @@ from harp import checkpoint, cost
 from harp.bench import fresh, prepared
 from harp.bench.runtimes import RUNTIMES, Predict
 from harp.channels.dead import remove_dead
-from harp.errors import CheckpointError, HarpError
+from harp.errors import CheckpointError, HarpError, ModelError
 from harp.frozen import frozen
 from harp.masks import Masks
 from harp.masks import kept as kept_weights
+from harp.sparse import native
+from harp.sparse.loading import load as load_network
 
 Ways = dict[str, Predict]
 DENSE = ("torch", "frozen", "onnxruntime", "openvino")
@@ -59,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     options.clock = "cpu" if options.threads == 1 else "wall"
     torch.set_num_threads(options.threads)
     try:
+        if native.kernels() is None:  # the engine would answer all the same, by torch
+            raise ModelError("this installation has no native code for this machine: there is no engine to measure")
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             result = measure(options, Path(folder), stack)
     except HarpError as error:
@@ -91,6 +95,7 @@ def measure(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict
             result["speedup_two_threads"] = two_threads(engine_file, options)
         if options.density_sweep:
             result["density_sweep"] = density_sweep(options, ways, folder)
+        result["disconnected"] = disconnected(ways["engine"], options)
     if not options.skip_fresh:
         result["memory"] = memory(files, engine_file, max(options.batch), options)
         result["cold_start"] = cold_start(options, model, engine_file, folder)
@@ -187,9 +192,8 @@ def density_sweep(options: argparse.Namespace, ways: Ways, folder: Path) -> dict
     example = torch.rand(2, *SHAPE)
     for keep in options.density_sweep:
         model, _ = _pruned(options, keep, strategy)
-        inside = folder / f"keep-{keep:g}"
-        inside.mkdir()
-        file = prepared.of_model(model, example, inside).files["sparse"]
+        file = folder / f"keep-{keep:g}.harp"
+        prepared.write_sparse(model, example, file)
         swept[f"{keep:g}"] = RUNTIMES["sparse"].opened(file, options.threads)
         say(f"  keep {keep:g}: ready")
     torch.set_num_threads(options.threads)
@@ -200,8 +204,15 @@ def density_sweep(options: argparse.Namespace, ways: Ways, folder: Path) -> dict
         for keep in options.density_sweep:
             ratio = times[best].median(options.clock) / times[f"{keep:g}"].median(options.clock)
             found.setdefault(f"{keep:g}", {})[str(size)] = round(ratio, 2)
-            print(f"batch {size:>4}  keep {keep:<6g} engine x{ratio:6.2f} of the best dense way ({best})")
+            words = ", disconnected: it has nothing to compute" if disconnected(swept[f"{keep:g}"], options) else ""
+            print(f"batch {size:>4}  keep {keep:<6g} engine x{ratio:6.2f} of the best dense way ({best}){words}")
     return found
+
+
+def disconnected(way: Predict, options: argparse.Namespace) -> bool:
+    """Whether no kept weights lead from the images to the answers, which then are all alike: no speed to boast of."""
+    answers = way(_images(8, options.seed))
+    return bool((answers == answers[0]).all())
 
 
 def memory(files: prepared.Prepared, engine_file: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -285,6 +296,7 @@ def _facts(
 ) -> dict[str, Any]:
     """What the numbers depend on."""
     spent = cost.cost(model, SHAPE, masks)
+    network = load_network(engine_file)
     used = ("model", "width", "keep", "strategy", "clustered", "remove_dead", "seed", "threads", "repeats")
     named = {name: runtime.version for name, runtime in RUNTIMES.items() if name != "sparse"}
     return {
@@ -293,6 +305,8 @@ def _facts(
         "kept": kept_weights(masks),
         "kept_macs": round(spent["macs_kept"] / spent["macs"], 6),
         "metric": f"{options.clock}_seconds",
+        "isa": network.isa,
+        "native_share": round(network.native_share, 4),
         "file_bytes": engine_file.stat().st_size,
         "dense_bytes": files.dense_bytes,
         "versions": {"harp": harp.__version__, "numpy": np.__version__, **named},

@@ -276,6 +276,16 @@ def test_several_threads_may_call_one_network() -> None:
     assert not wrong
 
 
+def test_large_images_are_computed_one_by_one_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(9, 3, 16, 16)
+    wanted = engine_of(small_cnn())(x)
+    monkeypatch.setattr("harp.sparse.runner._MOST", 1)
+    engine = engine_of(small_cnn(), threads=2)
+    assert torch.equal(engine(x), wanted)
+    logits, trace = engine.forward(x.numpy(), keep=True)
+    assert engine.backward(trace, logits).shape == x.shape
+
+
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1])

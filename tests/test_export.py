@@ -312,6 +312,10 @@ def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
     compact.write(path, tensors, masks, {"graph": graph.as_dict()})
     with pytest.raises(CheckpointError, match="limit of 100"):
         harp.load(path, limit=100)
+    huge = {"nodes": [{"op": "input", "shape": [1, 1 << 14, 1 << 14]}, {"op": "mean"}]}
+    compact.write(path, {}, {}, {"graph": huge})
+    with pytest.raises(CheckpointError, match="computing an image may take"):
+        harp.load(path)
     bad = {"op": "torch", "shape": [4], "attributes": {"op": "aten.from_file.default", "args": ["/etc/passwd"]}}
     compact.write(path, tensors, masks, {"graph": {"nodes": [*graph.as_dict()["nodes"], bad]}})
     with pytest.raises(CheckpointError, match="no function that a network in a file may call"):

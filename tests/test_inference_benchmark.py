@@ -57,6 +57,7 @@ def test_inference_prints_a_table_and_one_json_object(
         assert found["speedup_ort_small"]["1"] > 0
     assert found["speedup_two_threads"].keys() == {"1", "6"}
     assert found["memory"]["batch"] == 6 and found["memory"]["engine"] == {"peak_bytes": 9, "added_bytes": 4}
+    assert found["disconnected"] is False
     assert found["isa"] and 0 < found["native_share"] <= 1
     assert found["cold_start"] and found["seed"] == 0 and found["cpu"] and found["versions"]["torch"]
     assert found["kept"] == Weights(pruned.built("resnet8", 0.5)).total(0.1)
@@ -86,6 +87,12 @@ def test_a_cold_start_is_that_of_fresh_processes(
     assert found["speedup_with_imports"] == pytest.approx(whole["dense"] / whole["engine"], abs=0.02)
     images = np.load(tmp_path / "image.npy")
     assert images.shape == (1, *pruned.SHAPE) and images.dtype == np.float32
+
+
+def test_a_network_without_a_way_through_is_told() -> None:
+    options = Namespace(seed=0)
+    assert inference.disconnected(lambda x: np.ones((len(x), 10), np.float32), options)
+    assert not inference.disconnected(lambda x: x.reshape(len(x), -1), options)
 
 
 def test_without_native_code_there_is_nothing_to_measure(

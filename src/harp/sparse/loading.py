@@ -13,12 +13,15 @@ from harp.files import StrPath, reason
 from harp.sparse.graph import Graph
 from harp.sparse.network import Network
 
+_PER_NUMBER = 64  # bytes for each number that a node gives: several images of it, and the taps of an average over it
+
 
 def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 31) -> Network:
     """The network of a file that `harp export --to sparse` wrote.
 
     It takes images as float32 of shape (N, C, H, W) in [0, 1], of numpy or torch, and gives logits of the same kind.
-    `limit` is how many bytes of tensors it may take. The file is checked as one from a stranger.
+    `limit` is how many bytes of tensors it may take, and about how many the computation may. The file is checked as one
+    from a stranger.
     """
     try:
         header, stored = read_sparse(Path(path), limit)
@@ -26,6 +29,9 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 31) -> Network:
             raise BadFile("it holds tensors but no graph; `harp.compact.load` reads those")
         graph = Graph.from_dict(header["graph"])
         graph.check({name: each.shape for name, each in stored.items()})
+        need = _PER_NUMBER * sum(math.prod(map(abs, node.shape)) for node in graph.nodes)
+        if need > limit:
+            raise BadFile(f"computing an image may take {need} bytes, more than the limit of {limit}")
         if graph.needs_torch:
             _check_with_torch(graph, stored)
         tensors = _tensors(graph, stored, limit)

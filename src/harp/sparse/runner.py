@@ -13,6 +13,8 @@ from harp.sparse.program import Builder, Code, finished
 Array = npt.NDArray[np.float32]
 Kept = list[npt.NDArray[np.uint8]]
 
+_MOST = 1 << 28  # numbers of all results of a group; larger images are computed one by one
+
 
 class Runner:
     """One stage, compiled when it is needed: for single images and for as many as a vector has lanes."""
@@ -21,6 +23,7 @@ class Runner:
         self.stage, self.kernels, self.threads = stage, kernels, threads
         self.given = sum(math.prod(value.size) for value in stage.inputs.values())
         self.made = sum(math.prod(value.size) for value in stage.outputs.values())
+        self._numbers = sum(math.prod(operation.y.size) for operation in stage.operations)
         self._codes: dict[tuple[int, bool], tuple[Builder, Code, Code | None]] = {}
 
     def forward(self, x: Array, *, keep: bool) -> tuple[Array, Kept]:
@@ -55,7 +58,7 @@ class Runner:
 
     def _groups(self, *arrays: Array) -> Iterator[tuple[int, tuple[Array, ...]]]:
         """Rows of arrays by groups of images, with how many are in a group; the last array is written to."""
-        lanes = int(self.kernels.lanes)
+        lanes = int(self.kernels.lanes) if self._numbers * int(self.kernels.lanes) <= _MOST else 1
         groups, rest = divmod(len(arrays[0]), lanes)
         done = groups * lanes
         if groups:
