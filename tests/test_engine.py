@@ -142,6 +142,8 @@ def test_answers_and_gradients_are_those_of_torch(
     graph, tensors = network
     engine = Network(graph, tensors, threads=threads)
     x = images(graph, count)
+    warm, trace = engine.forward(images(graph, count, seed=1), keep=True)  # what a call leaves must not reach the next
+    engine.backward(trace, np.ones_like(warm))
     logits, trace = engine.forward(x, keep=True)
     gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
     wanted, slope = torch_way(graph, tensors, x, gradient, torch.float64)
@@ -274,6 +276,21 @@ def test_several_threads_may_call_one_network() -> None:
     for caller in callers:
         caller.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("size", [7, 8, 9, 28])
+def test_a_second_call_is_as_good_as_the_first(size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU(), nn.Flatten()).eval()
+    engine = engine_of(model, (1, size, size))
+    x = torch.rand(19, 1, size, size)
+    first, trace = engine.forward(x.numpy(), keep=True)
+    slope = engine.backward(trace, first)
+    for _ in range(3):
+        again, trace = engine.forward(x.numpy(), keep=True)
+        assert np.array_equal(again, first)
+        assert np.array_equal(engine.backward(trace, again), slope)
+    assert torch.allclose(torch.from_numpy(first), model(x).detach(), atol=1e-5)
 
 
 def test_large_images_are_computed_one_by_one_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

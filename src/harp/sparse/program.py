@@ -89,7 +89,7 @@ class Builder:
             self._outside(native.PACK, where[value], value, offset, record)
             offset += math.prod(value.size)
         for operation in stage.operations:
-            target = where[operation.y] = self._region(operation.y, uses[operation.y])
+            target = where[operation.y] = self._region(operation.y, uses[operation.y], operation)
             self._compute(operation, target, where)
             for value in read(operation):
                 self._release(where[value])
@@ -139,7 +139,7 @@ class Builder:
         self._outside(native.PACK, where[given], given, 0, math.prod(given.size), more=True)
         for operation in self.stage.operations:
             if operation is not product:
-                where[operation.y] = self._region(operation.y, 1)
+                where[operation.y] = self._region(operation.y, 1, operation)
                 self._compute(operation, where[operation.y], where)
         x, y = where[product.x], self._region(made, 1)
         self._outside(native.PACK, y, made, 0, math.prod(made.size))
@@ -167,9 +167,10 @@ class Builder:
 
     # Memory: regions of one layout may follow each other in one place, as the zeros between their rows are the same.
 
-    def _region(self, value: Value, needed: int) -> Region:
+    def _region(self, value: Value, needed: int, operation: Operation | None = None) -> Region:
         plane = self.planes[value]
-        key = (value.size[0], plane)
+        # A phase may have a row or column less than its plane: it stays zero only where nobody else writes.
+        key = (value.size[0], plane, operation if isinstance(operation, Split) else None)
         if self.free[key]:
             at = self.free[key].pop()
         else:
