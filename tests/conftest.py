@@ -4,9 +4,17 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
+
+from harp import cli
+
+Harp = Callable[..., tuple[int, str, str]]
 
 torch.set_num_threads(1)
 
@@ -19,3 +27,19 @@ if os.environ.get("CI"):
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Harp:
+    """Run the command in an empty folder: exit code, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["harp", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+            raise SystemExit(0)
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return command

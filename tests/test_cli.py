@@ -5,7 +5,6 @@ import pickle
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,8 @@ import pytest
 import torch
 import yaml
 
-from harp import checkpoint, cli, models
+from harp import checkpoint, models
+from tests.conftest import Harp
 
 RECIPE = {
     "name": "tiny",
@@ -27,23 +27,6 @@ RECIPE = {
     ],
     "evaluate": {"attacks": ["pgd-2"], "examples": 50},
 }
-Harp = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Harp:
-    """Run the command in an empty folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["harp", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-            raise SystemExit(0)
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return command
 
 
 def write_recipe(path: Path, **changes: object) -> str:

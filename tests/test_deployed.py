@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import assault, checkpoint, cli, compact, data, deployed, files, models, report
+from harp import assault, checkpoint, compact, data, deployed, files, models, report
 from harp.attacks import Apgd, Ball, Pgd, Square
 from harp.deployed import manifest, twin, verdicts
 from harp.deployed.opening import Artefact, opened
@@ -28,9 +28,9 @@ from harp.sparse import reference, storing
 from harp.sparse.capture import Captured, capture
 from harp.sparse.graph import Graph
 from tests import cases, finished_run
+from tests.conftest import Harp
 
 BALL = Ball(0.1, "linf")
-Harp = Callable[..., tuple[int, str, str]]
 
 
 def trained(model: nn.Module, steps: int, rate: float) -> nn.Module:
@@ -117,22 +117,6 @@ def tried(made: deployed.Subjects, folder: Path | None = None, **more: Any) -> d
 
 def bits(found: dict[str, Any]) -> list[bool]:
     return [bit == "1" for bit in found["images"]]
-
-
-@pytest.fixture
-def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Harp:
-    """Run the command in an empty folder: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["harp", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-            raise SystemExit(0)
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return command
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""Eval mode for a while."""
+"""Ways of computing that are switched for a while: eval mode, attention step by step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -17,3 +18,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags:
             module.training = flag
+
+
+@contextmanager
+def slow_attention() -> Iterator[None]:
+    """Keep transformers from their fast path, which is one opaque operation."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

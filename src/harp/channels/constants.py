@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harp.channels.running import slow_attention
 from harp.frozen import frozen
+from harp.modes import slow_attention
 
 aten = torch.ops.aten
 

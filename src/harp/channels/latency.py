@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.channels.cutting import plan
-from harp.channels.running import slow_attention
 from harp.channels.spaces import Product, Space, tariff
 from harp.channels.traces import Trace, Use
 from harp.errors import ModelError, RecipeError
 from harp.frozen import frozen
+from harp.modes import slow_attention
 
 WIDTHS = (1.0, 0.77, 0.55, 0.37, 0.23, 0.12)  # of 64, 128, ... channels no round numbers, which kernels prefer
 REPEATS = 15

@@ -37,17 +37,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.training, module._buffers = flag, buffers
 
 
-@contextmanager
-def slow_attention() -> Iterator[None]:
-    """Keep transformers from their fast path, which is one opaque operation."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
 def tensors_of(answer: Any) -> list[Tensor]:
     """The tensors of a model's answer, also of a class of somebody's own."""
     found, waiting, seen = [], [answer], set()

@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harp.channels.rules import Rules, outputs_of
-from harp.channels.running import slow_attention, training, untouched
+from harp.channels.running import training, untouched
 from harp.channels.traces import Trace
 from harp.errors import ModelError
+from harp.modes import slow_attention
 
 logger = logging.getLogger("harp")
 

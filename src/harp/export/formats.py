@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from harp import checkpoint
 from harp.errors import MissingExtra, ModelError, RecipeError
 from harp.files import reason
-from harp.sparse.capture import exported, plain_attention
+from harp.modes import slow_attention
+from harp.sparse.capture import exported
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Write a model as ONNX; the opset that it uses."""
     import onnx
 
-    with _quiet(), plain_attention():
+    with _quiet(), slow_attention():
         program = exported(model, images[:2])
         with _explained("ONNX can't hold the model"):
             made = torch.onnx.export(
@@ -82,7 +83,7 @@ def _name_batch(graph: Any) -> None:
 def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Write a model as a program of `torch.export`."""
     buffer = io.BytesIO()
-    with _quiet(), plain_attention():
+    with _quiet(), slow_attention():
         torch.export.save(exported(model, images[:2]), buffer)
     path.write_bytes(buffer.getvalue())
     return {"torch": str(torch.__version__)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harp.compact.reader import BadFile
 from harp.errors import ModelError
-from harp.modes import evaluating
+from harp.modes import evaluating, slow_attention
 from harp.sparse import passes, reference
 from harp.sparse.calls import RULES
 from harp.sparse.exported import Derived, Reader
@@ -77,7 +77,7 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
     if len(example) == 0:
         raise ModelError("a model can't be captured with an empty batch of images")
     single, several = example[:1], example if len(example) > 1 else example.repeat(3, *[1] * (example.ndim - 1))
-    with torch.inference_mode(False), evaluating(model), plain_attention():
+    with torch.inference_mode(False), evaluating(model), slow_attention():
         captured = _read(_functional(exported(model, several[:2])), _first_names(model))
         with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             tensors = captured.tensors(model)
@@ -171,14 +171,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention without torch's short cut, which is one call that nothing else than torch can answer."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
