@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pruned import CLASSES, SHAPE, pruned, width_option
+from benchmarks.pruned import CLASSES, SHAPE, add_arguments, pruned, width_option
 from benchmarks.switch import engine
 from benchmarks.terminal import Parser, positive, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
@@ -281,12 +281,7 @@ def _parser() -> argparse.ArgumentParser:
         "Example: python benchmarks/attack.py --model vgg16 --keep 0.01 --strategy harp-like --batch 128\n"
         "Quick:   python benchmarks/attack.py --model resnet8 --keep 0.1 --batch 16 --repeats 2 --epochs 1",
     )
-    parser.add_argument("--model", default="vgg16", help="a name (`harp list models`; default: vgg16)")
-    parser.add_argument("--width", type=float, help="factor of the model's width")
-    parser.add_argument("--keep", default=0.01, type=float, help="share of the weights (default: 0.01)")
-    parser.add_argument(
-        "--strategy", default="uniform", help="uniform, erk, lamp, ..., harp or harp-like (default: uniform)"
-    )
+    add_arguments(parser)
     parser.add_argument("--batch", default=128, type=positive, help="images at a time (default: 128)")
     parser.add_argument("--threads", default=1, type=positive, help="of both ways (default: 1)")
     parser.add_argument("--repeats", default=5, type=positive, help="turns of each way (default: 5)")

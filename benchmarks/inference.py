@@ -33,7 +33,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.pruned import CLASSES, SHAPE, pruned, width_option
+from benchmarks.pruned import CLASSES, SHAPE, add_arguments, pruned, width_option
 from benchmarks.switch import engine
 from benchmarks.terminal import Parser, positive, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
@@ -325,12 +325,7 @@ def _parser() -> argparse.ArgumentParser:
         "Example: python benchmarks/inference.py --model vgg16 --keep 0.01 --strategy uniform --two-threads\n"
         "Quick:   python benchmarks/inference.py --model resnet8 --keep 0.1 --batch 1 8 --repeats 2 --skip-fresh",
     )
-    parser.add_argument("--model", default="vgg16", help="a name (`harp list models`; default: vgg16)")
-    parser.add_argument("--width", type=float, help="factor of the model's width")
-    parser.add_argument("--keep", default=0.01, type=float, help="share of the weights (default: 0.01)")
-    parser.add_argument(
-        "--strategy", default="uniform", help="uniform, erk, lamp, ..., harp or harp-like (default: uniform)"
-    )
+    add_arguments(parser)
     parser.add_argument("--clustered", default=0.0, type=float, help="width of the channels' log-normal importance")
     parser.add_argument("--remove-dead", action="store_true", help="remove dead channels first, for the engine")
     parser.add_argument("--batch", default=[1, 64], nargs="+", type=positive, help="images at a time (default: 1 64)")

@@ -9,6 +9,7 @@ harp-like  these rates scaled up until a budget is met to the weight, none above
            networks at another budget.
 """
 
+import argparse
 import math
 
 import torch
@@ -39,6 +40,16 @@ PUBLISHED = {
         0.0003582567, 0.0033429866, 0.0003586135, 0.0003586863, 0.1323123425,
     ),
 }  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which network: what all benchmarks of pruned networks ask for."""
+    parser.add_argument("--model", default="vgg16", help="a name (`harp list models`; default: vgg16)")
+    parser.add_argument("--width", type=float, help="factor of the model's width")
+    parser.add_argument("--keep", default=0.01, type=float, help="share of the weights (default: 0.01)")
+    parser.add_argument(
+        "--strategy", default="uniform", help="uniform, erk, lamp, ..., harp or harp-like (default: uniform)"
+    )
 
 
 def built(name: str, width: float | None = None, seed: int = 0) -> nn.Module:
