@@ -3,6 +3,7 @@
 import gc
 import threading
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.errors import DataError, RecipeError
-from harp.sparse import native, reference
+from harp.sparse import matrices, native, reference
 from harp.sparse.capture import capture
 from harp.sparse.graph import Graph, Node
 from harp.sparse.network import Network
@@ -171,6 +172,20 @@ def test_neither_threads_nor_the_number_of_images_change_a_bit(network: tuple[Gr
         assert np.array_equal(engine.backward(trace, np.ones_like(logits)), back)
     if not any(node.op in ("avgpool",) for node in graph.nodes):  # torch computes some of those, in its own order
         assert all(np.array_equal(alone(x[i : i + 1])[0], logits[i]) for i in (0, 20))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(networks())
+def test_parts_of_the_planes_do_not_change_a_bit(network: tuple[Graph, dict[str, Any]]) -> None:
+    graph, tensors = network
+    x = images(graph, 11)
+    answers = []
+    for cache, enough in ((matrices._CACHE, matrices._ENOUGH), (1, 0)):
+        with mock.patch.object(matrices, "_CACHE", cache), mock.patch.object(matrices, "_ENOUGH", enough):
+            engine = Network(graph, tensors)
+            logits, trace = engine.forward(x, keep=True)
+            answers.append((logits, engine.backward(trace, np.ones_like(logits))))
+    assert all(np.array_equal(one, other) for one, other in zip(*answers, strict=True))
 
 
 def small_cnn() -> nn.Module:

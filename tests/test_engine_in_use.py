@@ -154,9 +154,13 @@ def test_the_same_attack_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(Pgd(steps=1)(model, x, y), points["always"]), "the same seed gives the same bits"
 
 
-@pytest.mark.parametrize("count", [5, 24])
-def test_a_training_pass_gives_the_gradients_of_the_kept_weights(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+@pytest.mark.parametrize(("count", "cache"), [(5, 24 << 10), (24, 24 << 10), (24, 1)])
+def test_a_training_pass_gives_the_gradients_of_the_kept_weights(
+    monkeypatch: pytest.MonkeyPatch, count: int, cache: int
+) -> None:
     monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    monkeypatch.setattr("harp.sparse.matrices._CACHE", cache)
+    monkeypatch.setattr("harp.sparse.matrices._ENOUGH", 8 if cache > 1 else 0)
     model, masks = pruned()
     twin = copy.deepcopy(model)
     x, y = data(count)

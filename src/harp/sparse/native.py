@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-ABI = 5
+ABI = 6
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS = range(7)
 LINEAR, RELU, LEAKY, CLIP = range(4)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
@@ -33,7 +33,6 @@ class Step(Structure):
         ("start", c_void_p),
         ("stop", c_void_p),
         ("goes_on", c_int64),
-        ("outer", c_int64),
         ("tap", c_void_p),
         ("weight", c_void_p),
         ("bias", c_void_p),

@@ -146,7 +146,7 @@ class Builder:
         matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane)
         step = self._step(native.WEIGHTS, x, y, np.arange(matrix.rows))
         bounds, step.tap = map(self._array, (matrix.bounds, matrix.tap))
-        step.start, step.stop = bounds, bounds + 4 * matrix.rows
+        step.start, step.stop = bounds, bounds + 4 * matrix.rows * (len(matrix.bounds) - 1)
         runs = y.plane.runs(self.kernels.widest[0])
         step.runs, step.run = len(runs), self._array(runs)
         step.r = self.arena
@@ -320,7 +320,7 @@ class Builder:
             step.runs, step.run = len(pairs), runs
             step.start, step.stop = (bounds + 4 * matrix.rows * each for each in (part, part + 1))
             step.tap, step.weight = tap, weight
-            step.goes_on, step.outer = part > 0, len(matrix.bounds) > 2
+            step.goes_on = part > 0
             steps.append(step)
         zeros = y.plane.zeros()
         steps[-1].zeros, steps[-1].zero = len(zeros), self._array(zeros)

@@ -16,7 +16,7 @@ struct Step {
   int64_t rows, block;          // blocks of rows and rows in a block; channels, for other steps
   const int32_t *place;         // the channel of every row
   const int32_t *start, *stop;  // PRODUCT: where the taps of each block begin and end
-  int64_t goes_on, outer;       // whether sums go on from what y holds; whether a block is computed in one go
+  int64_t goes_on;              // whether sums go on from what y holds
   const int32_t *tap;           // what to read, in floats from the position that is computed
   const float *weight;          // `block` numbers a tap
   const float *bias;            // a number a row, or null

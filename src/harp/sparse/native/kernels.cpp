@@ -66,13 +66,12 @@ inline Ints unpacked(Word w) {
 
 inline Vec choose(Ints m, Vec a, Vec b) { return (Vec)((m & (Ints)a) | (~m & (Ints)b)); }
 
-// Rows of blocks from one to another, over one run.
-template <int B, int V>
-void product(const Step &s, float *arena, uint8_t *kept, long at, long vector, long begin, long end) {
+// All blocks, over one run.
+template <int B, int V> void product(const Step &s, float *arena, uint8_t *kept, long at, long vector) {
   const float *x = arena + s.x + at;
   float *y = arena + s.y + at;
   const float *r = s.r < 0 ? nullptr : arena + s.r + at;
-  for (long block = begin; block < end; block++) {
+  for (long block = 0; block < s.rows; block++) {
     Vec a[B][V];
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
@@ -145,7 +144,7 @@ void product(const Step &s, float *arena, uint8_t *kept, long at, long vector, l
   }
 }
 
-typedef void (*Product)(const Step &, float *, uint8_t *, long, long, long, long);
+typedef void (*Product)(const Step &, float *, uint8_t *, long, long);
 template <int B, int V> constexpr Product fitting() {
   if constexpr (V <= WIDEST[B - 1])
     return product<B, V>;
@@ -161,14 +160,10 @@ constexpr const Product *PRODUCTS[] = {Table<1>::of, Table<2>::of, Table<3>::of,
 
 void products(const Step &s, float *arena, uint8_t *kept) {
   const Product *of = PRODUCTS[s.block - 1];
-  // With many weights a block's stay in the cache for all runs, with few a run's numbers do for all blocks.
-  const long together = s.outer ? 1 : s.rows;
-  for (long block = 0; block < s.rows; block += together) {
-    long vector = 0;
-    for (long i = 0; i < s.runs; i++) {
-      of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector, block, block + together);
-      vector += s.run[2 * i + 1];
-    }
+  long vector = 0;
+  for (long i = 0; i < s.runs; i++) {
+    of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector);
+    vector += s.run[2 * i + 1];
   }
   for (long row = 0; s.zeros && row < s.rows * s.block; row++)
     for (long i = 0; i < s.zeros; i++) {
