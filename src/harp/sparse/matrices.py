@@ -88,8 +88,8 @@ def matrix_of(each: Taps, rows: range, block: int, x: Plane) -> Matrix:
     # are put away after a part and taken up by the next, which few taps would not be worth.
     window = tall * (_RUNS[block - 1] * x.vector + (wide - 1) * x.lanes + _LINE)
     part = max(1, min(each.planes, _CACHE // (4 * window)))
-    if len(union) * part < _ENOUGH * each.planes * blocks:
-        part = each.planes
+    if len(union) * part < _ENOUGH * each.planes * blocks or (block == 1 and x.lanes == 1):
+        part = each.planes  # one image is small enough
     edges = np.minimum(np.arange(0, each.planes + part, part), each.planes)
     bounds = np.searchsorted(at * each.planes + plane, np.arange(blocks) * each.planes + edges[:, None])
     weight = np.zeros(len(union) * block, np.float32)
