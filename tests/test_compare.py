@@ -23,7 +23,8 @@ from harp.errors import BudgetError, Interrupted, RecipeError
 from harp.pruners import PRUNERS
 from harp.run import Run
 from harp.workers import Task, work
-from tests.test_cli import RECIPE, Harp, harp, refused  # noqa: F401 (a fixture)
+from tests.conftest import Harp
+from tests.test_cli import RECIPE, refused
 from tests.test_survival import wait_for
 
 STAGES = [
@@ -341,7 +342,7 @@ def test_threads_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- real processes
 
 
-def test_two_jobs_from_the_command_line(harp: Harp, tmp_path: Path) -> None:  # noqa: F811
+def test_two_jobs_from_the_command_line(harp: Harp, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "methods": ["magnitude", "dense-small"]}))
     code, out, err = harp("compare", "s.yaml", "--jobs", "2")
     assert code == 0, err
