@@ -101,7 +101,7 @@ class Learner(Runner):
             sums = np.empty((count, code.program.kept // 4), np.float32)
             outside = map(native.address, (given, made, sums, more))
             native.run(code.program, count, self.threads, *outside)
-            part = sums.sum(0)[builder.learned]
+            part = sums[:, : len(builder.learned)].sum(0)[builder.learned]  # what follows is not written
             total = part if total is None else total + part
         assert total is not None
         return back if deeper else None, total
