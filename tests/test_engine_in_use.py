@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 import harp
 from harp import frozen as frozen_module
 from harp.attacks import Pgd
+from harp.errors import RecipeError
 from harp.frozen import frozen
 from harp.masks import Masks
 from harp.sparse import native
@@ -126,6 +127,33 @@ def test_the_engine_follows_weights_norms_and_masks() -> None:
         wanted = slope(model, x, y)
         assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
     assert networks[0] is networks[1] is networks[2] is not networks[3], "programs are made anew for other masks only"
+
+
+def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HARP_ENGINE", "of")
+    with pytest.raises(RecipeError, match="HARP_ENGINE=of: choose from"), frozen(pruned()[0], data()[0]):
+        pass
+
+
+@pytest.mark.usefixtures("always")
+def test_second_derivatives_are_refused_and_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    model, masks = pruned()
+    x = data()[0].requires_grad_(True)
+    with frozen(model, x) as net:
+        answers = [net(x), SparseForward(model, model, masks)(x)]
+    for answer in answers:
+        (gradient,) = torch.autograd.grad(answer.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+
+@pytest.mark.usefixtures("always")
+def test_a_layer_that_is_too_large_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harp.sparse.matrices._FARTHEST", 10)
+    x = data()[0]
+    with frozen(pruned()[0], x) as net:
+        assert isinstance(net, fx.GraphModule) and net(x).isfinite().all()
 
 
 @pytest.mark.usefixtures("always")

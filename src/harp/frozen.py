@@ -143,7 +143,7 @@ def _followed(plan: _Plan, model: nn.Module, example: Tensor) -> Logits | None:
             plan.follower = follower
         else:
             plan.follower.follow(model)
-    except ModelError as error:
+    except (ModelError, OverflowError) as error:  # its graph can't be had, or a layer is too large
         _log.debug("the model is attacked without the sparse engine: %s", error)
         plan.refused = True
         _refold(plan.graph)

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from harp.errors import RecipeError
 from harp.sparse import native
 from harp.sparse.capture import Captured, capture
 from harp.sparse.folds import bias_name, normed
@@ -22,8 +24,10 @@ _SWITCH = "HARP_ENGINE"  # off: never; always: whenever it is possible; else whe
 
 def wanted() -> str:
     """What the user says of the engine: "off", "always", or "auto"."""
-    said = os.environ.get(_SWITCH, "auto").lower()
-    return "off" if native.kernels() is None else said if said in ("off", "always") else "auto"
+    said = os.environ.get(_SWITCH) or "auto"
+    if said not in ("off", "always", "auto"):
+        raise RecipeError(f"{_SWITCH}={said}: choose from off, always, auto")
+    return "off" if native.kernels() is None else said
 
 
 class Follower:
@@ -106,6 +110,7 @@ class _Pass(torch.autograd.Function):
         return torch.from_numpy(found)
 
     @staticmethod
+    @once_differentiable  # a second derivative would be zero in silence
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         found = ctx.network.backward(ctx.trace, gradient.detach().contiguous().numpy())
         return torch.from_numpy(found), None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
 from harp.sparse import native
@@ -174,6 +175,7 @@ class _Sparse(torch.autograd.Function):
         return torch.from_numpy(made.reshape(len(x), *code.shape))  # no view of torch's: it may be overwritten
 
     @staticmethod
+    @once_differentiable  # a second derivative would be zero in silence
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x, weight), layer, code = ctx.saved_tensors, ctx.layer, ctx.code
         deeper, learns, shifts, _ = ctx.needs_input_grad
