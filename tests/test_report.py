@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from harp import checkpoint, masks, report
 from harp.errors import HarpError, RecipeError
-from harp.report import chart, collect, compose, groups, page, png, scale, text
+from harp.report import chart, collect, compose, groups, page, paths, png, records, scale, text
 from harp.report.chart import Axis, Level, Point, Series
 
 HOSTILE = "<script>alert('x')</script>"
@@ -469,7 +469,7 @@ def test_of_what_was_measured_twice_the_better_counts(tmp_path: Path) -> None:
     }.items():
         (folder / "evaluation" / f"{name}.json").write_text(json.dumps(content))
     (run,) = collect.read([folder])
-    assert [point.value for point in run.of(collect.Curve)[0].points] == [0.25] and len(run.of(collect.Curve)) == 1
+    assert [point.value for point in run.of(records.Curve)[0].points] == [0.25] and len(run.of(records.Curve)) == 1
     assert {result.name: result.value for result in run.results} == {"natural": 0.75, "pgd-20": 0.5}
     assert not run.unknown
 
@@ -549,7 +549,7 @@ def test_methods_are_told_apart_by_what_differs(tmp_path: Path) -> None:
 
 
 def test_paths_are_cut_and_other_text_is_not() -> None:
-    cut = collect.without_paths
+    cut = paths.without_paths
     assert cut("/home/me/my data/cifar; checksums agree") == "cifar; checksums agree"
     assert cut(r"C:\Users\me\w.pt") == "w.pt" and cut("~/x/net.py:Net") == "net.py:Net"
     assert cut("found in '/srv/a/b.pt', twice") == "found in 'b.pt', twice"

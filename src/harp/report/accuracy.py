@@ -10,9 +10,9 @@ from harp.evaluate import Score
 from harp.report import chart, scale
 from harp.report.blocks import Block, Figure, Fold, Key, Panel, Section, Table, folded
 from harp.report.chart import Axis, Level, Point, Series
-from harp.report.collect import Accuracy, Curve, Distances
 from harp.report.groups import NATURAL, Estimate, Runs, Variant, estimate, spread
 from harp.report.groups import Key as Attack
+from harp.report.records import Accuracy, Curve, Distances
 
 _MOST_QUANTILES = 60
 

@@ -9,297 +9,34 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
-
-from harp import checkpoint, files, masks
-from harp.errors import CheckpointError, RecipeError
-
-_PICTURES = ("image", "attacked")  # keys of base64 text, which may look like a path
-_PATH = re.compile(r"(?<![\w.:/\\])(?:file://|~|[A-Za-z]:)?[/\\][\w.@+\-]+(?:[/\\][\w.@+\-]+)+")
-_WHOLE = re.compile(r"^(?:file://)?(?:~|[A-Za-z]:)?[/\\][^;]*[/\\][^;]*$")
-_BINS, _FEW_BINS, _MANY = 32, 16, 200  # bins of a histogram: fewer where there are not many weights
-
-
-class _Record(BaseModel):
-    """Known keys are checked, others are kept as they are."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-
-class Part(_Record):
-    """An attack of an ensemble: how many images it got, and how many it fooled."""
-
-    attack: str
-    words: str = ""
-    tried: int
-    fooled: int
-    left: int
-    seconds: float | None = None
-
-
-class Accuracy(_Record):
-    """A measured accuracy."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    n: int = Field(gt=0)
-    measure: str = "accuracy"
-    attack: dict[str, Any] | None = None
-    correct: list[int] = []
-    totals: list[int] = []
-    seed: int | None = None
-    versions: dict[str, Any] = {}
-    data: str = ""
-    classes: list[str] = []
-    parts: list[Part] = []
-    during: float | None = None
-
-    @property
-    def epsilon(self) -> float | None:
-        """The size of the perturbations; None without an attack."""
-        value = (self.attack or {}).get("epsilon")
-        return float(value) if isinstance(value, (int, float)) else None
-
-    @property
-    def key(self) -> tuple[str, float | None, str]:
-        """What makes two numbers comparable: the attack's name, its epsilon and its norm."""
-        return self.name, self.epsilon, str((self.attack or {}).get("norm", ""))
-
-
-class CurvePoint(_Record):
-    """Accuracy at one epsilon."""
-
-    epsilon: float
-    value: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-
-
-class Curve(_Record):
-    """Accuracy over epsilon."""
-
-    attack: str
-    norm: str
-    points: list[CurvePoint]
-    n: int | None = None
-
-
-class Distances(_Record):
-    """The least perturbation that breaks each image; None where none did."""
-
-    attack: str
-    norm: str
-    median: float | None = None
-    values: list[float | None]
-    n: int | None = None
-
-
-class Finding(_Record):
-    """A check and how it ended."""
-
-    check: str
-    verdict: Literal["good", "look", "bad"]
-    text: str
-
-
-class Checks(_Record):
-    """Checks for false robustness."""
-
-    findings: list[Finding]
-    n: int | None = None
-
-
-class CorruptionRow(_Record):
-    """Accuracy under one corruption."""
-
-    corruption: str
-    severity: int
-    value: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-
-
-class Corruptions(_Record):
-    """Accuracy under common corruptions."""
-
-    rows: list[CorruptionRow]
-    mean: float | None = None
-    n: int | None = None
-
-
-class Flip(_Record):
-    """An image that the dense and the pruned network see differently."""
-
-    index: int
-    label: int
-    dense: int
-    pruned: int
-
-
-class Flips(_Record):
-    """What pruning changed, image by image."""
-
-    n: int
-    both_right: int
-    lost: int
-    won: int
-    both_wrong: int
-    changed: int
-    examples: list[Flip] = []
-    classes: list[str] = []
-
-
-class Example(_Record):
-    """An image before and after an attack."""
-
-    index: int
-    label: int
-    before: int
-    after: int
-    image: str
-    attacked: str
-
-
-class Examples(_Record):
-    """Attacked images."""
-
-    attack: str
-    epsilon: float | None = None
-    shape: tuple[int, int, int]
-    items: list[Example]
-    classes: list[str] = []
-    n: int | None = None
-
-
-class File(_Record):
-    """A file that a network was deployed as."""
-
-    file: str
-    format: str = ""
-    sha256: str
-    bytes: int = Field(ge=0)
-    runtime: dict[str, Any] = {}
-
-
-class Agreement(_Record):
-    """How many clean predictions of a file are those of a network in torch, and how far its logits are off."""
-
-    other: str = Field(alias="with")
-    twin: bool = True
-    n: int = Field(gt=0)
-    agree: int
-    difference: float
-    relative: float
-
-
-class Twin(_Record):
-    """The network that gradients were taken from."""
-
-    words: str
-
-
-class Trial(_Record):
-    """An accuracy in torch and as deployed; `how` the second one was measured."""
-
-    name: str
-    how: str
-    torch: Accuracy | None = None
-    deployed: Accuracy
-
-
-class Deployed(_Record):
-    """What a deployed file was found to do."""
-
-    artefact: File
-    twin: Twin | None = None
-    n: int = Field(gt=0)
-    agreement: list[Agreement] = []
-    tests: list[Trial] = Field(min_length=1)
-    checks: list[Finding] = []
-
-
-class CostLayer(_Record):
-    """The multiplications of one image with a layer's weights, before and after pruning."""
-
-    name: str
-    macs: int = Field(ge=0)
-    macs_kept: int = Field(ge=0)
-
-
-class Cost(_Record):
-    """What the network costs to run and to keep."""
-
-    macs: int | None = None
-    macs_kept: int | None = None
-    parameters: int | None = None
-    parameters_kept: int | None = None
-    bytes_dense: int | None = None
-    bytes_sparse: int | None = None
-    layers: list[CostLayer] = []
-
-
-class Energy(_Record):
-    """What a stage used up."""
-
-    kwh: float
-    co2_g: float | None = None
-    by: str = ""
-
-
-class Layer(_Record):
-    """A layer and what was kept of it."""
-
-    name: str
-    size: int = Field(gt=0)
-    kept: int = Field(ge=0)
-
-
-class Budget(_Record):
-    """What was pruned, what the budget counts of it, and how much is kept."""
-
-    kind: str = "weights"
-    unit: str = "weights"
-    size: int = Field(gt=0)
-    kept: int = Field(ge=0)
-
-
-class Summary(_Record):
-    """`summary.json`."""
-
-    recipe: str
-    name: str
-    source: str = ""
-    stages: list[str] = []
-    results: list[Accuracy]
-    dense: list[Accuracy] = []
-    layers: list[Layer] = Field(min_length=1)
-    cost: Cost | None = None
-    budget: Budget | None = None
-
-
-class StageFile(_Record):
-    """`stage.json`."""
-
-    stage: str
-    epochs: int
-    chosen_epoch: int | None = None
-    seconds: float | None = None
-    history: list[dict[str, Any]] = []
-    energy: Energy | None = None
-
-
-_KINDS: dict[str, type[_Record]] = {
+from pydantic import ValidationError
+
+from harp import files
+from harp.errors import RecipeError
+from harp.report.paths import without_paths
+from harp.report.records import (
+    Accuracy,
+    Budget,
+    Checks,
+    Corruptions,
+    Curve,
+    Deployed,
+    Distances,
+    Examples,
+    Flips,
+    Record,
+    StageFile,
+    Summary,
+    Trial,
+)
+
+_KINDS: dict[str, type[Record]] = {
     "accuracy": Accuracy,
     "curve": Curve,
     "distances": Distances,
@@ -310,7 +47,7 @@ _KINDS: dict[str, type[_Record]] = {
     "deployed": Deployed,
 }
 _PASSED_OVER = {"radius"}  # the single points of a curve, which has them all
-Kind = TypeVar("Kind", bound=_Record)
+Kind = TypeVar("Kind", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -329,7 +66,7 @@ class Run:
     recipe: dict[str, Any]
     summary: Summary
     stages: list[Stage]
-    found: list[_Record]
+    found: list[Record]
     unknown: list[str]  # files of the evaluation that this version can't show
 
     @property
@@ -500,72 +237,6 @@ def _checked(kind: type[Kind], content: dict[str, Any], path: Path) -> Kind:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         raise RecipeError(f"{path}: {where}: {first['msg'].lower()}, not {first['input']!r:.60}") from error
-
-
-def without_paths(value: Any) -> Any:
-    """Plain data without the folders of a machine: of an absolute path its last part is left."""
-    if isinstance(value, dict):
-        return {key: item if key in _PICTURES else without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    pieces = [_last(piece) if _WHOLE.match(piece) else _PATH.sub(_name, piece) for piece in value.split(";")]
-    return ";".join(pieces)
-
-
-def _name(match: re.Match[str]) -> str:
-    return _last(match[0])
-
-
-def _last(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """How the kept weights of a layer are distributed: counts in equal steps from low to high."""
-
-    layer: str
-    kept: int
-    low: float
-    high: float
-    counts: list[int]
-    deviation: float
-
-
-def histograms(run: Run) -> list[Histogram]:
-    """The distribution of the kept weights of every layer; none if the run has no file of weights."""
-    path = run.folder / "model.safetensors"
-    if not path.is_file():
-        return []
-    try:
-        weights, _ = checkpoint.load_tensors(path)
-        mask_path = run.folder / "masks.safetensors"
-        kept = masks.load(mask_path) if mask_path.is_file() else {}
-    except CheckpointError as error:
-        raise RecipeError(str(error)) from error
-    found = []
-    for name in _layer_names(run, weights):
-        weight = weights[name].detach().float()
-        chosen = kept.get(name)
-        values = weight[chosen] if chosen is not None and chosen.shape == weight.shape else weight[weight != 0]
-        values = values[values.isfinite()]
-        if not len(values):
-            found.append(Histogram(name, 0, -1.0, 1.0, [0] * _FEW_BINS, 0.0))
-            continue
-        end = float(values.abs().max()) or 1.0
-        counts = values.histc(_BINS if len(values) >= _MANY else _FEW_BINS, -end, end).int().tolist()
-        spread = float(values.std()) if len(values) > 1 else 0.0
-        found.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
-    return found
-
-
-def _layer_names(run: Run, weights: Mapping[str, Tensor]) -> list[str]:
-    """The layers whose weights are shown: all that channels run through, or those that single weights are pruned of."""
-    costs = run.summary.cost.layers if run.summary.cost else []
-    layers = costs if run.kind == "channels" and costs else run.summary.layers
-    return [layer.name for layer in layers if layer.name in weights]
 
 
 def pixels(text: str, shape: tuple[int, int, int], what: str) -> bytes:

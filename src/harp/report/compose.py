@@ -2,11 +2,12 @@
 
 import harp
 from harp import summary
-from harp.report import accuracy, collect, deployment, evidence, network, origin
+from harp.report import accuracy, deployment, evidence, network, origin
 from harp.report.accuracy import attack_text
 from harp.report.blocks import Report, Tile
-from harp.report.collect import Histogram, Run
+from harp.report.collect import Run
 from harp.report.groups import NATURAL, Key, Runs, Variant
+from harp.report.histograms import Histogram, histograms
 from harp.report.network import bytes_text, count_text
 
 
@@ -46,7 +47,7 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
 
 def measure_weights(runs: Runs) -> dict[str, list[Histogram]]:
     """The distributions of the weights of every variant's first seed, by label."""
-    return {variant.label: collect.histograms(variant.runs[0]) for variant in runs.variants}
+    return {variant.label: histograms(variant.runs[0]) for variant in runs.variants}
 
 
 def _count(number: int, what: str) -> str:

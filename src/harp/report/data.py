@@ -6,8 +6,10 @@ from typing import Any
 
 import harp
 from harp.report.blocks import Block, Figure, Fold, Report, Table, Verdicts
-from harp.report.collect import Examples, Histogram, Run
+from harp.report.collect import Run
 from harp.report.groups import NATURAL, Estimate, Runs
+from harp.report.histograms import Histogram
+from harp.report.records import Examples
 
 FORMAT = 1
 

@@ -2,9 +2,9 @@
 
 from harp.report.accuracy import attack_text, per_cent
 from harp.report.blocks import Block, Section, Table, Verdict, Verdicts, folded
-from harp.report.collect import Deployed, Trial
 from harp.report.groups import Runs
 from harp.report.network import bytes_text
+from harp.report.records import Deployed, Trial
 
 _HOW = {
     "images": "the images as they are",

@@ -20,8 +20,9 @@ from harp.report.blocks import (
     folded,
 )
 from harp.report.chart import Axis, Point, Series
-from harp.report.collect import Checks, Corruptions, Example, Examples, Flips, Run, pixels
+from harp.report.collect import Run, pixels
 from harp.report.groups import Runs, Variant
+from harp.report.records import Checks, Corruptions, Example, Examples, Flips
 
 _MOST_FLIPS = 24
 _MOST_PICTURES = 12  # of a network

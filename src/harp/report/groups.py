@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harp.confidence import interval
-from harp.report.collect import Accuracy, Run
+from harp.report.collect import Run
+from harp.report.records import Accuracy
 
 Key = tuple[str, float | None, str]  # an attack's name, epsilon and norm; ("natural", None, "") without one
 NATURAL: Key = ("natural", None, "")

@@ -10,8 +10,9 @@ from harp.report import chart, scale
 from harp.report.accuracy import legend, per_cent
 from harp.report.blocks import Block, Figure, Key, Panel, Section, Table, folded
 from harp.report.chart import Axis, Border, Point, Series
-from harp.report.collect import Histogram, Run
+from harp.report.collect import Run
 from harp.report.groups import Runs, Variant
+from harp.report.histograms import Histogram
 
 _MOST_ROWS = 120  # of a table of epochs; the data file has all
 _BEFORE = 13  # the style of the network before pruning: one that few comparisons get to

@@ -7,8 +7,9 @@ import yaml
 
 from harp.report.accuracy import attack_text, per_cent
 from harp.report.blocks import Block, Code, Fold, Section, Table
-from harp.report.collect import Checks, Corruptions, Curve, Distances, Run
+from harp.report.collect import Run
 from harp.report.groups import NATURAL, Runs, Variant
+from harp.report.records import Checks, Corruptions, Curve, Distances
 
 _FEW = 1000  # images: below, half an interval is more than three points
 _NAMES = 3  # of runs in a warning

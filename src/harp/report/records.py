@@ -1,0 +1,277 @@
+"""What a run's files hold, as far as a report shows it: records whose known keys are checked."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Record(BaseModel):
+    """Known keys are checked, others are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+
+class Part(Record):
+    """An attack of an ensemble: how many images it got, and how many it fooled."""
+
+    attack: str
+    words: str = ""
+    tried: int
+    fooled: int
+    left: int
+    seconds: float | None = None
+
+
+class Accuracy(Record):
+    """A measured accuracy."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    n: int = Field(gt=0)
+    measure: str = "accuracy"
+    attack: dict[str, Any] | None = None
+    correct: list[int] = []
+    totals: list[int] = []
+    seed: int | None = None
+    versions: dict[str, Any] = {}
+    data: str = ""
+    classes: list[str] = []
+    parts: list[Part] = []
+    during: float | None = None
+
+    @property
+    def epsilon(self) -> float | None:
+        """The size of the perturbations; None without an attack."""
+        value = (self.attack or {}).get("epsilon")
+        return float(value) if isinstance(value, (int, float)) else None
+
+    @property
+    def key(self) -> tuple[str, float | None, str]:
+        """What makes two numbers comparable: the attack's name, its epsilon and its norm."""
+        return self.name, self.epsilon, str((self.attack or {}).get("norm", ""))
+
+
+class CurvePoint(Record):
+    """Accuracy at one epsilon."""
+
+    epsilon: float
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+class Curve(Record):
+    """Accuracy over epsilon."""
+
+    attack: str
+    norm: str
+    points: list[CurvePoint]
+    n: int | None = None
+
+
+class Distances(Record):
+    """The least perturbation that breaks each image; None where none did."""
+
+    attack: str
+    norm: str
+    median: float | None = None
+    values: list[float | None]
+    n: int | None = None
+
+
+class Finding(Record):
+    """A check and how it ended."""
+
+    check: str
+    verdict: Literal["good", "look", "bad"]
+    text: str
+
+
+class Checks(Record):
+    """Checks for false robustness."""
+
+    findings: list[Finding]
+    n: int | None = None
+
+
+class CorruptionRow(Record):
+    """Accuracy under one corruption."""
+
+    corruption: str
+    severity: int
+    value: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+
+
+class Corruptions(Record):
+    """Accuracy under common corruptions."""
+
+    rows: list[CorruptionRow]
+    mean: float | None = None
+    n: int | None = None
+
+
+class Flip(Record):
+    """An image that the dense and the pruned network see differently."""
+
+    index: int
+    label: int
+    dense: int
+    pruned: int
+
+
+class Flips(Record):
+    """What pruning changed, image by image."""
+
+    n: int
+    both_right: int
+    lost: int
+    won: int
+    both_wrong: int
+    changed: int
+    examples: list[Flip] = []
+    classes: list[str] = []
+
+
+class Example(Record):
+    """An image before and after an attack."""
+
+    index: int
+    label: int
+    before: int
+    after: int
+    image: str
+    attacked: str
+
+
+class Examples(Record):
+    """Attacked images."""
+
+    attack: str
+    epsilon: float | None = None
+    shape: tuple[int, int, int]
+    items: list[Example]
+    classes: list[str] = []
+    n: int | None = None
+
+
+class File(Record):
+    """A file that a network was deployed as."""
+
+    file: str
+    format: str = ""
+    sha256: str
+    bytes: int = Field(ge=0)
+    runtime: dict[str, Any] = {}
+
+
+class Agreement(Record):
+    """How many clean predictions of a file are those of a network in torch, and how far its logits are off."""
+
+    other: str = Field(alias="with")
+    twin: bool = True
+    n: int = Field(gt=0)
+    agree: int
+    difference: float
+    relative: float
+
+
+class Twin(Record):
+    """The network that gradients were taken from."""
+
+    words: str
+
+
+class Trial(Record):
+    """An accuracy in torch and as deployed; `how` the second one was measured."""
+
+    name: str
+    how: str
+    torch: Accuracy | None = None
+    deployed: Accuracy
+
+
+class Deployed(Record):
+    """What a deployed file was found to do."""
+
+    artefact: File
+    twin: Twin | None = None
+    n: int = Field(gt=0)
+    agreement: list[Agreement] = []
+    tests: list[Trial] = Field(min_length=1)
+    checks: list[Finding] = []
+
+
+class CostLayer(Record):
+    """The multiplications of one image with a layer's weights, before and after pruning."""
+
+    name: str
+    macs: int = Field(ge=0)
+    macs_kept: int = Field(ge=0)
+
+
+class Cost(Record):
+    """What the network costs to run and to keep."""
+
+    macs: int | None = None
+    macs_kept: int | None = None
+    parameters: int | None = None
+    parameters_kept: int | None = None
+    bytes_dense: int | None = None
+    bytes_sparse: int | None = None
+    layers: list[CostLayer] = []
+
+
+class Energy(Record):
+    """What a stage used up."""
+
+    kwh: float
+    co2_g: float | None = None
+    by: str = ""
+
+
+class Layer(Record):
+    """A layer and what was kept of it."""
+
+    name: str
+    size: int = Field(gt=0)
+    kept: int = Field(ge=0)
+
+
+class Budget(Record):
+    """What was pruned, what the budget counts of it, and how much is kept."""
+
+    kind: str = "weights"
+    unit: str = "weights"
+    size: int = Field(gt=0)
+    kept: int = Field(ge=0)
+
+
+class Summary(Record):
+    """`summary.json`."""
+
+    recipe: str
+    name: str
+    source: str = ""
+    stages: list[str] = []
+    results: list[Accuracy]
+    dense: list[Accuracy] = []
+    layers: list[Layer] = Field(min_length=1)
+    cost: Cost | None = None
+    budget: Budget | None = None
+
+
+class StageFile(Record):
+    """`stage.json`."""
+
+    stage: str
+    epochs: int
+    chosen_epoch: int | None = None
+    seconds: float | None = None
+    history: list[dict[str, Any]] = []
+    energy: Energy | None = None
