@@ -1,20 +1,31 @@
 """Small trainings, one after the other, that `test_distributed` runs in some processes.
 
-    distributed_job.py OUT DEVICES ACCUMULATE [METHOD ...]
+    distributed_job.py OUT DEVICES ACCUMULATE OBJECTIVE STOP [METHOD ...]
 
-Each process leaves a file: by method the answer, the model, the pruner's state and the budget.
+STOP is the number of a batch in the second epoch after which the training of each method is stopped and saved beside
+OUT, or 0 to go on from there to the end.
+
+Each process leaves a file: by method the answer, the model, the pruner's state, the budget and which
+images are right under attack.
 """
 
+import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harp.attacks import Pgd
+from harp.assault import Assault
+from harp.attacks import Apgd, Pgd
 from harp.batches import Batches
 from harp.engine import launch
-from harp.objectives import PgdTraining
+from harp.errors import Interrupted
+from harp.free import FreeTraining
+from harp.keeper import Keeper, Stop
+from harp.objectives import Natural, PgdTraining
+from harp.peers import of_this_run
 from harp.pruners import PRUNERS
 from harp.split import Split
 from harp.training import fit
@@ -33,11 +44,11 @@ METHODS |= {
 }
 
 
-class FromTheImage(PgdTraining):
-    """PGD-AT without a random start, which each rank would draw for itself."""
-
-    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return Pgd(self.epsilon, self.step, self.steps, norm=self.norm, random_start=False)(model, x, y)
+OBJECTIVES: dict[str, Any] = {
+    "natural": Natural(),
+    "pgd": PgdTraining(epsilon=0.1, step=0.05, steps=2),
+    "free": FreeTraining(epsilon=0.1, replays=2),
+}
 
 
 class Double(nn.Module):
@@ -47,14 +58,33 @@ class Double(nn.Module):
         return x.double()
 
 
+class _Shifted:
+    """A channel without weights is its batch norm's shift: at zero, rounding would decide on its side of a ReLU."""
+
+    def reset_parameters(self: Any) -> None:
+        super().reset_parameters()  # type: ignore[misc]
+        nn.init.uniform_(self.bias, -0.5, 0.5)
+
+
+class Shifted1d(_Shifted, nn.BatchNorm1d):
+    pass
+
+
+class Shifted2d(_Shifted, nn.BatchNorm2d):
+    pass
+
+
 def network() -> nn.Module:
-    """No batch norm: its statistics are each rank's own, so that ranks and one process would differ by design."""
     torch.manual_seed(0)
-    linear = [nn.Flatten(), nn.Linear(8 * 9, 16), nn.ReLU(), nn.Linear(16, 4)]
-    return nn.Sequential(Double(), nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), *linear).double()
+    linear = [nn.Flatten(), nn.Linear(8 * 9, 16), Shifted1d(16), nn.ReLU(), nn.Linear(16, 4)]
+    return nn.Sequential(Double(), nn.Conv2d(1, 8, 3, stride=2), Shifted2d(8), nn.ReLU(), *linear).double()
 
 
-def train(fabric: Any, method: str, accumulate: int) -> dict[str, Any]:
+def train(fabric: Any, method: str, accumulate: int, objective: str, keeper: Keeper, stop_at: int) -> dict[str, Any]:
+    def on_step(record: dict[str, Any]) -> None:
+        if stop_at and (record["epoch"], record["step"]) == (1, stop_at):
+            keeper.stop.signal = signal.SIGTERM
+
     model = network()
     if fabric.global_rank == 1:
         with torch.no_grad():
@@ -66,23 +96,42 @@ def train(fabric: Any, method: str, accumulate: int) -> dict[str, Any]:
     fitted = fit(
         model,
         Batches(split, 16, seed=0),
-        FromTheImage(epsilon=0.1, step=0.05, steps=2),
+        OBJECTIVES[objective],
         pruner,
         epochs=3,
         lr=0.1,
         accumulate=accumulate,
         validate=lambda: {"robust": next(validated)},
+        on_step=on_step,
+        keeper=keeper,
         fabric=fabric,
     )
     state = {"model": dict(model.state_dict()), "pruner": dict(pruner.state_dict())}
-    return {"masks": fitted.masks, "total": pruner.total, **state}
+    right = [attacked(model, split, attack) for attack in (Pgd(0.1, steps=2), Apgd(0.1, steps=4))]
+    losses = [record["loss"] for record in fitted.history]
+    return {"masks": fitted.masks, "total": pruner.total, "losses": losses, "right": right, **state}
 
 
-def main(out: str, devices: int, accumulate: int, methods: list[str]) -> None:
+def attacked(model: nn.Module, split: Split, attack: Any) -> Tensor:
+    """Which images all processes together find right under attack."""
+    how: dict[str, Any] = {"classes": 4, "batch": 8, "peers": of_this_run()}
+    return Assault(model, split.images, split.labels, attack, **how).run().right
+
+
+def main(out: str, devices: int, accumulate: int, objective: str, stop_at: int, methods: list[str]) -> None:
     torch.set_num_threads(1)
     fabric = launch("32-true", "cpu", devices)
-    torch.save({method: train(fabric, method, accumulate) for method in methods}, f"{out}.{fabric.global_rank}")
+    found = {}
+    for method in methods:
+        # With 0 minutes processes ask each other after every step, so that they stop where they are told to.
+        often = 0.0 if stop_at else 60.0
+        keeper = Keeper(Path(f"{out}.{method}.state"), Stop(), minutes=often, fabric=fabric)
+        try:
+            found[method] = train(fabric, method, accumulate, objective, keeper, stop_at)
+        except Interrupted:
+            continue
+    torch.save(found, f"{out}.{fabric.global_rank}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:] or list(METHODS))
+    main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]), sys.argv[6:] or list(METHODS))

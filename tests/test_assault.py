@@ -2,8 +2,9 @@
 
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from harp.attacks.stepwise import State, Stepwise
 from harp.errors import Interrupted
 from harp.frozen import Logits
 from harp.keeper import Stop
+from harp.peers import Alone
 from tests import cases
 
 EPSILON = 0.08
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,73 @@ def test_stored_images_are_what_was_counted(
     examples = outcome.examples
     assert len(examples["index"]) == 3 and torch.equal(examples["image"], x[examples["index"]])
     assert bool((examples["before"] == examples["label"]).all() and (examples["after"] != examples["label"]).all())
+
+
+class Elsewhere(Alone):
+    """One of several processes whose others work at other times: what they found comes from `shelf`."""
+
+    def __init__(self, rank: int, world: int, shelf: list[Any], stop: Stop | None = None) -> None:
+        self.rank, self.world, self.shelf, self.stop = rank, world, shelf, stop
+
+    def meet(self, wait: Callable[[], None] = lambda: None) -> None:
+        if self.stop is not None:  # it is stopped while it waits for the others
+            self.stop.signal = signal.SIGTERM
+        wait()
+
+    def gather(self, value: T) -> list[T]:
+        self.shelf.append(value)
+        return self.shelf
+
+
+@pytest.mark.parametrize(("name", "world"), [("pgd", 2), ("apgd", 3), ("square", 2)])
+def test_portions_give_the_same_bits_in_any_process(
+    trained: tuple[nn.Module, Tensor, Tensor], name: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assault, "_FEWEST", 4)
+    whole = run(trained, ATTACKS[name], pictures=5)
+    shelf: list[Any] = []
+    outcomes = []
+    for rank in reversed(range(world)):  # the last one that asks sees what all have found
+        peers = Elsewhere(rank, world, shelf)
+        try:
+            outcomes.append(run(trained, ATTACKS[name], pictures=5, peers=peers))
+        except KeyError:
+            assert rank > 0, "with what others found it should be whole"
+    (outcome,) = outcomes
+    done = [number for found in shelf for number in found]
+    assert len(shelf) == world and sorted(done) == list(range(len(done))), "each portion is one process's"
+    assert torch.equal(outcome.right, whole.right) and torch.equal(outcome.during, whole.during)
+    assert facts(outcome) == facts(whole)
+    assert outcome.examples.keys() == whole.examples.keys()
+    assert all(torch.equal(outcome.examples[key], whole.examples[key]) for key in whole.examples)
+
+
+@pytest.mark.parametrize("name", ["pgd", "apgd"])
+def test_states_of_three_processes_go_on_in_one_and_in_two(
+    trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assault, "_FEWEST", 4)
+    whole = run(trained, ATTACKS[name])
+    path = tmp_path / "state.pt"
+    generator = random.Random(name)
+    for rank in range(3):
+        stop, left = Stop(), [generator.randrange(1, 30)]
+
+        def progress(done: float, total: int, text: str, stop: Stop = stop, left: list[int] = left) -> None:
+            left[0] -= 1
+            stop.signal = signal.SIGTERM if left[0] == 0 else stop.signal
+
+        with pytest.raises(Interrupted):
+            more: dict[str, Any] = {"progress": progress, "stop": stop, "peers": Elsewhere(rank, 3, [], stop)}
+            run(trained, ATTACKS[name], path=path, **more)
+    assert len(list(tmp_path.iterdir())) == 3
+    stop = Stop()
+    with pytest.raises(Interrupted):  # the second of two, who is stopped again when it is through
+        run(trained, ATTACKS[name], path=path, stop=stop, peers=Elsewhere(1, 2, [], stop))
+    outcome = run(trained, ATTACKS[name], path=path)
+    assert torch.equal(outcome.right, whole.right) and torch.equal(outcome.during, whole.during)
+    assert facts(outcome) == facts(whole)
+    assert not list(tmp_path.iterdir())
 
 
 class Boaster(Stepwise):

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import slim, step
+from benchmarks import scaling, slim, step
 from benchmarks.timing import Times, interleaved
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--batch", "8", "--steps", "2", "--repeats", "2"]
@@ -105,3 +105,12 @@ def test_slim_measures_onnx_runtime_too(capsys: pytest.CaptureFixture[str]) -> N
     assert slim.main(SMALL) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["speedup_ort"].keys() == result["speedup_torch"].keys()
+
+
+@pytest.mark.slow
+def test_scaling_compares_two_processes_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--model", "resnet8", "--batch", "8", "--steps", "1", "--turn", "1", "--repeats", "2", "--memory", "4"]
+    assert scaling.main(tiny) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["ratio"] > 0 and result["effort"] > 0 and 0 < result["pipeline_share"] < 1
+    assert len(result["memory_slope_kb_a_step"]) == 2 and len(result["wall_seconds"]["two"]) == 2

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
-from harp import confidence, files, recipe, standings, study, workers
+from harp import confidence, files, recipe, standings, study
 from harp.compare import Comparison
 from harp.display import Quiet
 from harp.errors import BudgetError, Interrupted, RecipeError
+from harp.launchers import local
 from harp.pruners import PRUNERS
 from harp.run import Run
 from harp.workers import Task, work
@@ -334,7 +335,7 @@ def test_threads_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if wished is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", wished)
-        workers.harp_run(tmp_path / "r.yaml", tmp_path, None, tmp_path / "logs" / "r.log", jobs)
+        local.start(tmp_path / "r.yaml", tmp_path, None, tmp_path / "logs" / "r.log", jobs)
     assert [env["OMP_NUM_THREADS"] for env in seen] == ["4", "2", "1", "1", "2", "2"]
     assert all(env["OMP_WAIT_POLICY"] == "PASSIVE" for env in seen)
 
@@ -372,7 +373,7 @@ def test_stopped_it_saves_and_goes_on(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "the others' states are saved. Go on with the same command: harp compare s.yaml" in err
+    assert "the others' states are saved (Ctrl-C). Go on with the same command: harp compare s.yaml" in err
     assert out == ""
     (log,) = tmp_path.glob("runs/compare-t-*/logs/*.log")
     assert "the state is saved" in log.read_text()

@@ -206,8 +206,9 @@ def test_what_is_found_on_the_twin_is_replayed(network: nn.Module, captured: Cap
     trial = tried(made, tmp_path / "out", store=True)
     for name, attack in (("pgd-5", Pgd(0.1, steps=5)), ("apgd-ce-10", Apgd(0.1, steps=10))):
         found = trial.under(name, attack)
-        (stored,) = (tmp_path / "out" / "twin").glob(f"accuracy-{name}-*/0000.safetensors")
-        tensors, _ = checkpoint.load_tensors(stored)
+        stored = sorted((tmp_path / "out" / "twin").glob(f"accuracy-{name}-*/*.safetensors"))
+        portions = [checkpoint.load_tensors(file)[0] for file in stored]
+        tensors = {key: torch.cat([portion[key] for portion in portions]) for key in portions[0]}
         expected = made.artefact.model(tensors["images"]).argmax(1) == tensors["labels"]
         assert bits(found["deployed"]) == expected.tolist()
         assert bits(found["torch"]) == (network(tensors["images"]).argmax(1) == tensors["labels"]).tolist()
@@ -371,7 +372,7 @@ def test_an_attack_shows_a_witness_all_shards(
     work = assault.Assault(network, images, labels, None, classes=10, batch=10, witness=linear)
     outcome = work.run()
     expected = linear(images.float() / 255).argmax(1) == labels
-    assert torch.equal(outcome.witnessed, expected) and work.number == 4
+    assert torch.equal(outcome.witnessed, expected) and work.count == 4
 
 
 def test_the_curve_is_replayed(

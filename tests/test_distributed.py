@@ -1,7 +1,12 @@
-"""Several processes on CPU (gloo) do what one does, by the engine's own launcher and by torchrun."""
+"""Several processes on CPU (gloo) do what one does, by the engine's own launcher and by torchrun.
+
+The networks have batch norms, the attacks start at random, and all is computed in float64, so that the order of a sum
+does not decide between two weights: what is left is rounding.
+"""
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,27 +22,34 @@ from tests.distributed_job import METHODS
 ROOT = Path(__file__).parent.parent
 
 # What two processes find with these is not what one finds.
-APART = {
-    "anp-vs": "every process draws its examples' masks for itself",
-    "mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged",
-}
+APART = {"mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged"}
+MAIN = ("harp", "hydra", "r-admm", "bcs-p")
 
 States = dict[str, dict[str, Any]]
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == code, done.stderr[-3000:]
     return done
 
 
-def job(folder: Path, processes: int, *methods: str, accumulate: int = 1, torchrun: bool = False) -> list[States]:
+def job(
+    folder: Path,
+    processes: int,
+    *methods: str,
+    accumulate: int = 1,
+    objective: str = "pgd",
+    stop_at: int = 0,
+    torchrun: bool = False,
+) -> list[States]:
     """The states that each process ends with; without names those of all methods."""
-    script = [str(ROOT / "tests" / "distributed_job.py"), str(folder / "out"), str(processes), str(accumulate)]
+    words = str(folder / "out"), str(processes), str(accumulate), objective, str(stop_at)
+    script = [str(ROOT / "tests" / "distributed_job.py"), *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run(sys.executable, *(launcher if torchrun else []), *script, *methods, folder=folder)
     return [torch.load(folder / f"out.{rank}", weights_only=True) for rank in range(processes)]
@@ -59,6 +71,9 @@ def assert_same(state: Any, other: Any, **tolerance: float) -> None:
         assert list(state) == list(other)
         for key, value in state.items():
             assert_same(value, other[key], **tolerance)
+    elif isinstance(state, list | tuple):
+        for mine, theirs in zip(state, other, strict=True):
+            assert_same(mine, theirs, **tolerance)
     elif isinstance(state, torch.Tensor):
         torch.testing.assert_close(state, other, **tolerance)
     else:
@@ -67,6 +82,7 @@ def assert_same(state: Any, other: Any, **tolerance: float) -> None:
 
 BITS = {"rtol": 0.0, "atol": 0.0}
 ROUNDING = {"rtol": 1e-7, "atol": 1e-9}
+SINGLE = {"rtol": 1e-4, "atol": 1e-6}  # of a method whose gates are float32
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -80,7 +96,7 @@ def test_processes_agree_to_the_bit_and_meet_the_budget(pair: list[States], alon
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in APART])
 def test_two_processes_equal_one(pair: list[States], alone: States, method: str) -> None:
-    assert_same(pair[0][method], alone[method], **ROUNDING)
+    assert_same(pair[0][method], alone[method], **(SINGLE if method == "anp-vs" else ROUNDING))
 
 
 def test_torchrun_is_as_good_a_launcher(tmp_path: Path, alone: States) -> None:
@@ -88,10 +104,68 @@ def test_torchrun_is_as_good_a_launcher(tmp_path: Path, alone: States) -> None:
         assert_same(states["harp"], alone["harp"], **ROUNDING)
 
 
-def test_gradient_accumulation_changes_nothing_but_rounding(tmp_path: Path, alone: States) -> None:
-    for processes, accumulate in ((1, 4), (2, 2)):
-        for states in job(tmp_path, processes, "harp", accumulate=accumulate):
-            assert_same(states["harp"], alone["harp"], **ROUNDING)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("objective", ["natural", "pgd", "free"])
+def test_nothing_depends_on_the_number_of_processes(tmp_path: Path, objective: str, accumulate: int) -> None:
+    how: dict[str, Any] = {"accumulate": accumulate, "objective": objective}
+    (expected,) = job(tmp_path, 1, *MAIN, **how)
+    for processes in (2, 4):
+        for states in job(tmp_path, processes, *MAIN, **how):
+            assert_same(states, expected, **ROUNDING)
+
+
+def test_a_state_goes_on_in_another_number_of_processes(tmp_path: Path, alone: States) -> None:
+    """From the middle of an epoch."""
+    assert all(states == {} for states in job(tmp_path, 2, "harp", stop_at=2)), "it should have stopped"
+    (states,) = job(tmp_path, 1, "harp")
+    assert_same(states["harp"], alone["harp"], **ROUNDING)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("objective", ["pgd", "free"])
+def test_states_go_on_from_any_number_to_any_other(tmp_path: Path, objective: str) -> None:
+    (tmp_path / "alone").mkdir()
+    (expected,) = job(tmp_path / "alone", 1, *MAIN, objective=objective)
+    for before, after in ((1, 4), (4, 1), (2, 4), (4, 2), (1, 2)):
+        folder = tmp_path / f"{before}-{after}"
+        folder.mkdir()
+        assert job(folder, before, *MAIN, objective=objective, stop_at=3)[0] == {}
+        for states in job(folder, after, *MAIN, objective=objective):
+            assert_same(states, expected, **ROUNDING)
+
+
+def recipe(folder: Path) -> Path:
+    """A recipe for a network in float64."""
+    text = (ROOT / "tests" / "distributed_recipe.yaml").read_text(encoding="utf-8")
+    path = folder / "small.yaml"
+    path.write_text(text.replace("MODEL", f"{ROOT / 'tests' / 'double_model.py'}:network"), encoding="utf-8")
+    return path
+
+
+def numbers(out: Path) -> tuple[Any, ...]:
+    """What a run came to: the layers, and the images of each class that are right under each attack."""
+    (path,) = out.glob("small-*/summary.json")
+    found = json.loads(path.read_text())
+    keys = ("name", "correct", "totals", "value", "low", "high", "attack")
+    results = [{key: row[key] for key in keys} for row in (*found["results"], *found["dense"])]
+    return [(layer["name"], layer["kept"]) for layer in found["layers"]], results
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_command_gives_the_same_numbers_with_one_two_and_four_processes(tmp_path: Path) -> None:
+    found = []
+    for processes in (1, 2, 4):
+        out = tmp_path / str(processes)
+        words = "--out", str(out), "--accelerator", "cpu", "--devices", str(processes)
+        run(sys.executable, "-m", "harp", "run", str(recipe(tmp_path)), *words, folder=tmp_path)
+        found.append(numbers(out))
+        assert not list(out.rglob("*state*")), "nothing is left over"
+    assert found[0] == found[1] == found[2]
+    assert any(row["value"] > 0.3 for row in found[0][1]), "it should have learned something"
 
 
 def test_the_command_runs_on_two_processes(tmp_path: Path) -> None:
@@ -103,3 +177,19 @@ def test_the_command_runs_on_two_processes(tmp_path: Path) -> None:
     layers = json.loads(summary.read_text())["layers"]
     size, kept = sum(layer["size"] for layer in layers), sum(layer["kept"] for layer in layers)
     assert kept == round(0.05 * size)
+
+
+def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
+    words = "--accelerator", "cpu", "--devices", "2", "--data-dir", "nowhere"
+    done = run(sys.executable, "-m", "harp", "run", "cifar10/resnet18/harp-pgd-99", *words, folder=tmp_path, code=2)
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1 and errors[0].startswith("error: ") and "nowhere" in errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(shutil.which("ip") is None or os.geteuid() != 0, reason="hosts are made by ip, as root")
+@pytest.mark.parametrize("launcher", ["harp", "torchrun", "srun"])
+def test_two_hosts_do_what_one_process_does(tmp_path: Path, launcher: str) -> None:
+    done = run(sys.executable, str(ROOT / "scripts" / "two-hosts"), launcher, folder=tmp_path)
+    assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from harp import files
 from harp.checkpoint import load_tensors, save_state, save_tensors
-from harp.files import atomic, write_json, write_text
+from harp.errors import DiskError
+from harp.files import amount, atomic, write_json, write_text
 from tests.test_checkpoint import only, refused
 
 
@@ -35,13 +38,32 @@ def test_failure_in_the_block_leaves_the_old_file(tmp_path, error):
     assert only(tmp_path) == ["a"]
 
 
-def test_oserror_in_the_block_is_explained(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (errno.ENOSPC, r"No space left on device \(12\.3 MB needed, \d.* free\)"),
+        (errno.EDQUOT, r"Disk quota exceeded \(12\.3 MB needed\)"),
+        (errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_what_the_system_refuses_is_explained(tmp_path, number, ending):
     def write() -> None:
-        with atomic(tmp_path / "a"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+        with atomic(tmp_path / "a", 12_345_678) as temporary:
+            temporary.write_text("half")
+            raise OSError(number, os.strerror(number))
 
-    assert refused(write) == f"can't write {tmp_path / 'a'}: No space left on device"
-    assert only(tmp_path) == []
+    write_text(tmp_path / "a", "old")
+    assert re.fullmatch(re.escape(f"can't write {tmp_path / 'a'}: ") + ending, refused(write))
+    with pytest.raises(DiskError):
+        write()
+    assert (tmp_path / "a").read_text() == "old"
+    assert only(tmp_path) == ["a"]
+
+
+def test_amounts():
+    assert [amount(size) for size in (0, 999, 1000, 1.25e6, 3e9, 5e15)] == [
+        *["0 bytes", "999 bytes", "1.0 kB", "1.2 MB", "3.0 GB", "5000.0 TB"]
+    ]
 
 
 def test_a_full_disk(tmp_path):
@@ -87,11 +109,14 @@ def test_links_are_followed_and_modes_kept(tmp_path):
 def test_temporaries_of_dead_processes_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    (tmp_path / f".a.txt.{dead.pid}.tmp").write_text("half")
-    kept = [f".a.txt.{os.getppid()}.tmp", f".b.txt.{dead.pid}.tmp", ".a.txt.x.tmp"]
+    (tmp_path / f".a.txt.{files._HOST}.{dead.pid}.tmp").write_text("half")
+    (tmp_path / ".a.txt.gone.1.tmp").write_text("of another machine")
+    os.utime(tmp_path / ".a.txt.gone.1.tmp", (0, 0))
+    kept = [f".a.txt.{files._HOST}.{os.getppid()}.tmp", f".b.txt.{files._HOST}.{dead.pid}.tmp", ".a.txt.x.tmp"]
+    kept.append(f".a.txt.elsewhere.{dead.pid}.tmp")
     for name in kept:
         (tmp_path / name).write_text("of others")
-    (tmp_path / f".a.txt.{os.getpid()}.tmp").write_text("of an earlier process with this id")
+    (tmp_path / f".a.txt.{files._HOST}.{os.getpid()}.tmp").write_text("of an earlier process with this id")
     write_text(tmp_path / "a.txt", "x")
     assert only(tmp_path) == sorted([*kept, "a.txt"])
 

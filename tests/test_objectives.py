@@ -193,7 +193,7 @@ def test_a_few_steps_of_training_help() -> None:
 
 
 def test_table_and_fields() -> None:
-    assert set(OBJECTIVES) == {"natural", "pgd", "trades", "mart"}
+    assert set(OBJECTIVES) == {"natural", "pgd", "fast", "free", "trades", "mart"}
     assert OBJECTIVES["trades"](epsilon=0.1, steps=3) == Trades(epsilon=0.1, steps=3, beta=6)
     for kind in (PgdTraining, Trades, Mart):
         for fields in ({"epsilon": -1}, {"steps": 1.5}, {"norm": "l0"}):

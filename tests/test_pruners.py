@@ -90,8 +90,8 @@ class Memory:
     def load(self) -> dict[str, Any] | None:
         return None if self.state is None else torch.load(io.BytesIO(self.state), weights_only=True)
 
-    def due(self) -> bool:
-        return True
+    def due(self, last: bool = False) -> bool:
+        return not last
 
     def save(self, state: dict[str, Any]) -> None:
         buffer = io.BytesIO()

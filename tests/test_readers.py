@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harp import readers
+from harp.data import load
 from harp.errors import DataError, MissingExtra
 from harp.readers import Payload
 
@@ -394,6 +395,21 @@ def paint(path: Path, width: int, height: int, colour: tuple[int, int, int] = (1
     image.new("RGB", (width, height), colour).save(path)
 
 
+class ImageFolder(NamedTuple):
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    classes: tuple[str, ...]
+
+
+def read_image_folder(root: Path, size: int) -> ImageFolder:
+    """All images of a folder in memory."""
+    found = load("folder", root, size, stream=False)
+    arrays = (tensor.numpy() for split in (found.train, found.test) for tensor in (split.images, split.labels))
+    return ImageFolder(*arrays, found.classes)
+
+
 def test_image_folder(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     paint(tmp_path / "train/cat/1.png", 16, 8)
@@ -405,7 +421,7 @@ def test_image_folder(tmp_path: Path) -> None:
     (tmp_path / "train/.hidden").mkdir()
     (tmp_path / "val/cat").mkdir(parents=True)
     pillow.new("L", (5, 9), 7).save(tmp_path / "val/cat/grey.jpg")
-    found = readers.read_image_folder(tmp_path, 4)
+    found = read_image_folder(tmp_path, 4)
     assert found.classes == ("ape", "cat")
     assert found.train_labels.tolist() == [0, 1, 1]
     assert found.train_images.shape == (3, 3, 4, 4)
@@ -422,7 +438,7 @@ def test_image_folder_keeps_the_centre(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / part / "a").mkdir(parents=True)
         pillow.fromarray(pixels).save(tmp_path / part / "a/1.png")
-    assert np.all(readers.read_image_folder(tmp_path, 2).train_images == 255)
+    assert np.all(read_image_folder(tmp_path, 2).train_images == 255)
 
 
 def test_image_folder_of_tiny_imagenet(tmp_path: Path) -> None:
@@ -430,38 +446,38 @@ def test_image_folder_of_tiny_imagenet(tmp_path: Path) -> None:
     paint(tmp_path / "train/n02/images/n02_0.png", 4, 4)
     paint(tmp_path / "val/images/val_0.png", 4, 4)
     (tmp_path / "val/val_annotations.txt").write_text("val_0.png\tn02\t0\t0\t62\t62\n")
-    found = readers.read_image_folder(tmp_path, 4)
+    found = read_image_folder(tmp_path, 4)
     assert found.test_labels.tolist() == [1]
     (tmp_path / "val/val_annotations.txt").write_text("../../secret.png\tn02\n")
     with pytest.raises(DataError, match="line 1"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
 
 
 def test_image_folder_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="expected the folders train and test"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
     (tmp_path / "train").mkdir()
     paint(tmp_path / "test/a/1.png", 4, 4)
     with pytest.raises(DataError, match="train: no class folders"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
     (tmp_path / "train/b").mkdir()
     with pytest.raises(DataError, match="b: no images"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
     paint(tmp_path / "train/b/1.png", 40, 40)
     with pytest.raises(DataError, match="class a is not in train"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
     paint(tmp_path / "train/a/1.png", 4, 4)
     with pytest.raises(DataError, match="image size 0"):
-        readers.read_image_folder(tmp_path, 0)
+        read_image_folder(tmp_path, 0)
     whole = (tmp_path / "train/b/1.png").read_bytes()
     for damaged in (b"", b"no image", whole[:60], whole[: len(whole) - 30]):
         (tmp_path / "train/b/1.png").write_bytes(damaged)
         with pytest.raises(DataError, match=r"train.b.1.png: can't be decoded"):
-            readers.read_image_folder(tmp_path, 4)
+            read_image_folder(tmp_path, 4)
     (tmp_path / "train/b/1.png").write_bytes(whole)
     monkeypatch.setattr(sys.modules["PIL.Image"], "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(DataError, match=r"1.png: can't be decoded \(Image size"):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)
 
 
 def test_image_folder_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +485,7 @@ def test_image_folder_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest
         paint(tmp_path / part / "a/1.png", 4, 4)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     with pytest.raises(DataError, match=r"2 images at size 4096 need 0.1 GB"):
-        readers.read_image_folder(tmp_path, 4096)
+        read_image_folder(tmp_path, 4096)
 
 
 def test_image_folder_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,4 +493,4 @@ def test_image_folder_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyP
         paint(tmp_path / part / "a/1.png", 4, 4)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(MissingExtra, match=r'pip install "harp-prune\[images\]"'):
-        readers.read_image_folder(tmp_path, 4)
+        read_image_folder(tmp_path, 4)

@@ -17,12 +17,16 @@ from harp.split import DataSet, Split
 from harp.units import Units, Weights
 
 SHAPES = {"cifar10": (3, 32, 32), "svhn": (3, 32, 32), "fashion": (1, 28, 28), "digits": (1, 8, 8)}
+SHAPES |= {
+    "imagenet": (3, 32, 32),
+    "tiny-imagenet": (3, 32, 32),
+}  # smaller than they are, as no layer's size depends on it
 NAMES = sorted(recipe.shipped())
 MAKE_RECIPES = Path(__file__).parent.parent / "scripts" / "make-recipes"
 SHORT = ("data.batch=8", "data.holdout=4", "evaluate.attacks=[]", "objective.steps=1")
 
 
-def noise(name: str, data_dir: object = None, size: object = None) -> DataSet:
+def noise(name: str, data_dir: object = None, size: object = None, **loading: object) -> DataSet:
     """A stand-in for a data set: two batches of eight, four images held out, four to test."""
     generator = torch.Generator().manual_seed(0)
 
@@ -35,9 +39,9 @@ def noise(name: str, data_dir: object = None, size: object = None) -> DataSet:
 
 
 @functools.cache
-def real(model: str, shape: tuple[int, int, int], kind: str) -> Units:
+def real(model: str, width: float | None, shape: tuple[int, int, int], kind: str) -> Units:
     torch.manual_seed(0)
-    net = models.build(model, num_classes=10, shape=shape)
+    net = models.build(model, num_classes=10, shape=shape, **({} if width is None else {"width": width}))
     return Weights(net) if kind == "weights" else Channels(net, torch.rand(1, *shape))
 
 
@@ -48,8 +52,9 @@ def distinct_pruners() -> list[Any]:
         made = recipe.load(name)
         for stage in made.stages:
             if stage.pruner["name"] != "fixed":
-                case = (made.model.name, SHAPES[made.data.name], made.units.kind, stage.pruner)
-                found[f"{case[0]}-{case[1]}-{case[2]}-" + "-".join(map(str, stage.pruner.values()))] = case
+                network = (made.model.name, made.model.options.get("width"), SHAPES[made.data.name])
+                case = (*network, made.units.kind, stage.pruner)
+                found["-".join(map(str, (*case[:4], *stage.pruner.values())))] = case
     # At the real size a budget more says little about a method: VGG16 gets the one, ResNet18 the other.
     spare = {
         ("vgg16", 0.01),
@@ -59,16 +64,16 @@ def distinct_pruners() -> list[Any]:
         ("resnet18", 0.25),
         ("resnet18", 0.05),
     }
-    marks = {key: [pytest.mark.slow] * ((case[0], case[3].get("keep")) in spare) for key, case in found.items()}
+    marks = {key: [pytest.mark.slow] * ((case[0], case[4].get("keep")) in spare) for key, case in found.items()}
     return [pytest.param(*case, id=key, marks=marks[key]) for key, case in found.items()]
 
 
 def runnable() -> list[Any]:
     """Every recipe; those that differ from another one in a network or a number only are run by who has the time."""
-    spare = ("svhn/resnet18/", "cifar10/resnet18/")
+    spare = ("svhn/resnet18/", "cifar10/resnet18/", "imagenet/resnet50/hydra-", "tiny-imagenet/vgg16/")
+    ends = ("99.9", "20x", "2x", "free-90")
     return [
-        pytest.param(name, marks=[pytest.mark.slow] * (name.startswith(spare) or name.endswith(("99.9", "20x", "2x"))))
-        for name in NAMES
+        pytest.param(name, marks=[pytest.mark.slow] * (name.startswith(spare) or name.endswith(ends))) for name in NAMES
     ]
 
 
@@ -146,6 +151,26 @@ def test_settings_of_the_paper(name: str) -> None:
         assert getattr(objective, "beta", None) == {"pgd": None, "trades": 6, "mart": 5}[made.objective["name"]]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("imagenet/")])
+def test_settings_of_the_papers_large_scale(name: str) -> None:
+    made = recipe.load(name)
+    assert (made.data.batch, made.data.size, made.data.crop, made.data.augment) == (256, 224, "resized", True)
+    assert made.model.name == "resnet50" and made.model.normalize is not None
+    assert [(s.name, s.epochs) for s in made.stages] == [("pretrain", 23), ("prune", 5), ("finetune", 25)]
+    for stage, rate in zip(made.stages, (0.1, 0.1, 0.01), strict=True):
+        objective = Run.objective(_Bare(made), stage)  # type: ignore[arg-type]
+        assert (objective.epsilon, objective.replays, objective.step) == (4 / 255, 4, None)
+        assert objective.fresh == (stage.name != "pretrain")
+        settings = stage.optimizer
+        assert (settings.lr, settings.momentum, settings.weight_decay) == (rate, 0.9, 1e-4)
+    factor = Run.schedule(_Bare(made), made.stages[0])  # type: ignore[arg-type]
+    assert [round(factor(epoch / 23), 9) for epoch in (0, 7.99, 8, 15.99, 16)] == [1, 1, 0.1, 0.1, 0.01]
+    assert pruning(made).pruner.get("gamma_step") == (0.1 if "/harp-" in name else None)
+    assert assess.threat(made).epsilon == 4 / 255
+    attack = assess.attack_of("pgd-10", assess.threat(made))[1]
+    assert attack.step == 1 / 255
+
+
 def pruning(made: recipe.Recipe) -> recipe.Stage:
     """The stage that names the budget."""
     return next(stage for stage in made.stages if "keep" in stage.pruner)
@@ -186,7 +211,8 @@ def test_pre_training_is_shared() -> None:
         if dense:  # sparse training from scratch has no use for it
             groups.setdefault(made.identity(dense), set()).add(kind)
     assert all(len(kinds) == 1 for kinds in groups.values())
-    assert len(groups) == 2 * 2 * 3 + 2 + 4 + 1 + 1  # the paper's, natural ones, fashion's objectives, digits, demo
+    # The paper's, natural ones, fashion's objectives, digits, demo, ImageNet, Tiny-ImageNet large and small.
+    assert len(groups) == 2 * 2 * 3 + 2 + 4 + 1 + 1 + 1 + 2
     whole = [made.identity(len(made.stages)) for made in map(recipe.load, NAMES)]
     # HARP-S is HYDRA under another name, and shares all of its stages.
     assert len(set(whole)) == len(NAMES) - sum("harp-s-" in name for name in NAMES)
@@ -197,10 +223,12 @@ def test_warm_up_is_shared_by_objectives() -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(("model", "shape", "kind", "part"), distinct_pruners())
-def test_pruner_fits_the_real_model(model: str, shape: tuple[int, int, int], kind: str, part: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("model", "width", "shape", "kind", "part"), distinct_pruners())
+def test_pruner_fits_the_real_model(
+    model: str, width: float | None, shape: tuple[int, int, int], kind: str, part: dict[str, Any]
+) -> None:
     """It can be made on the network of real size, and its answer meets the budget: to the weight, or by a channel."""
-    units, options = real(model, shape, kind), dict(part)
+    units, options = real(model, width, shape, kind), dict(part)
     pruner = pruners.PRUNERS[options.pop("name")](units, **options)
     meets(units.spent(pruner.masks()), budget(units, part), kind)
 
@@ -213,9 +241,10 @@ def meets(spent: int, total: int, kind: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_objectives_and_attacks_can_be_made(name: str) -> None:
     made = recipe.load(name)
-    assert not made.model.options  # so that the network above is the recipe's
+    assert set(made.model.options) <= {"width"}  # so that the network above is the recipe's
     for stage in made.stages:
-        assert callable(Run.objective(_Bare(made), stage))  # type: ignore[arg-type]
+        objective = Run.objective(_Bare(made), stage)  # type: ignore[arg-type]
+        assert callable(objective.begin() if hasattr(objective, "begin") else objective)
     assert all(callable(assess.attack_of(wish, assess.threat(made))[1]) for wish in made.evaluate.attacks)
 
 
@@ -225,8 +254,13 @@ def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # dozens of small files, none worth the wait
     whole = recipe.load(name)
     changes = [f"stages.{n}.epochs=1" for n, stage in enumerate(whole.stages) if stage.epochs > 0]
-    width = "0.125" if whole.model.name in ("vgg16", "resnet18") else "4"
-    short = [change for change in SHORT if whole.objective["name"] != "natural" or "objective" not in change]
+    width = "0.125" if whole.model.name in ("vgg16", "resnet18", "resnet50") else "4"
+    short = [
+        change for change in SHORT if whole.objective["name"] not in ("natural", "free") or "objective" not in change
+    ]
+    short += ["data.crop=pad"] * (whole.data.crop != "pad")  # noise has no larger pictures to cut from
+    # A hundredth of so narrow a network of fifty layers has gradients beyond any number.
+    short += ["stages.prune.pruner.keep=30%"] * (whole.model.name == "resnet50")
     # Following the channels of each tiny network takes longer than training it.
     plain = [f"stages.{n}.compact=false" for n, stage in enumerate(whole.stages) if stage.pruner["name"] == "fixed"]
     made = recipe.load(name, [*short, *changes, *plain, f"model.width={width}"])

@@ -1,17 +1,25 @@
-"""Nothing is lost: Ctrl-C, SIGTERM and kill -9 at any moment, and the end is the same to the bit."""
+"""Nothing is lost: signals, time limits and kill -9 at any moment, and the end is the same to the bit."""
 
+import json
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from harp import checkpoint
+from harp import checkpoint, metrics, recipe
+from harp.cli import clock
+from harp.errors import TIME_IS_UP, CheckpointError, DiskError, Interrupted
+from harp.keeper import Stop
+from harp.run import Run
+from harp.supervisor import SUPERVISOR
+from tests.conftest import Harp
 from tests.test_cli import RECIPE
 
 STAGES = [
@@ -53,20 +61,50 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("number", "stage"), [(signal.SIGINT, "pretrain"), (signal.SIGTERM, "prune")])
+def assert_whole(folder: Path) -> None:
+    """Every file that a process may have been writing can be read, and every epoch is logged once."""
+    for path in folder.rglob("*"):
+        if path.name.startswith("."):
+            continue  # a temporary, which nobody reads
+        if path.name in ("state.pt", "state.1.pt"):
+            assert checkpoint.load_state(path)["model"]
+        elif path.suffix == ".safetensors":
+            assert checkpoint.load_tensors(path)[0]
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.name == "metrics.jsonl":
+            epochs = [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
+            assert epochs == list(range(1, len(epochs) + 1))
+
+
+@pytest.mark.parametrize(
+    ("number", "stage", "code", "cause"),
+    [(signal.SIGINT, "pretrain", 130, "Ctrl-C"), (signal.SIGUSR1, "prune", 75, "SIGUSR1")],
+)
 def test_asked_to_stop_it_saves_says_how_to_go_on_and_goes_on(
-    tmp_path: Path, straight: dict[str, torch.Tensor], number: signal.Signals, stage: str
+    tmp_path: Path, straight: dict[str, torch.Tensor], number: signal.Signals, stage: str, code: int, cause: str
 ) -> None:
     process = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     wait_for(tmp_path, f"runs/stages/*-{stage}/metrics.jsonl", process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
-    assert "the state is saved" in err or "all training is saved" in err
-    assert "Go on with the same command: harp run" in err
+    assert process.returncode == code, err
+    assert f"the state is saved ({cause}). Go on with the same command: harp run" in err
     assert list(tmp_path.glob("runs/stages/*/state.pt")) or list(tmp_path.glob("runs/stages/*/stage.json"))
     subprocess.run(command(tmp_path), check=True, capture_output=True, timeout=120)
     assert_equal(artefact(tmp_path), straight)
+
+
+def test_before_there_is_anything_to_save(tmp_path: Path) -> None:
+    """A job that is preempted while it loads modules and data is to be queued again like any other."""
+    process = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while maps.exists() and "libtorch_cpu" not in maps.read_text() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR2)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "stopped by SIGUSR2; nothing is lost. Go on with the same command: harp run" in err
 
 
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
@@ -77,11 +115,249 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, strai
         time.sleep(delays.random() * 0.3)
         process.kill()
         process.communicate()
-        for path in (tmp_path / "runs").rglob("*"):
-            if path.name == "state.pt":
-                assert checkpoint.load_state(path)["model"]
-            elif path.suffix == ".safetensors" and not path.name.startswith("."):
-                assert checkpoint.load_tensors(path)[0]
+        assert_whole(tmp_path / "runs")
     subprocess.run(command(tmp_path), check=True, capture_output=True, timeout=120)
     assert_equal(artefact(tmp_path), straight)
-    assert not list((tmp_path / "runs").rglob("state.pt"))
+    assert not list((tmp_path / "runs").rglob("state*.pt"))
+    assert not list((tmp_path / "runs").rglob(".*")) and not list((tmp_path / "runs").rglob("*.lock"))
+    assert_whole(tmp_path / "runs")
+
+
+# ---------------------------------------------------------------- time limits
+
+
+def go_on(folder: Path, stop: Stop | None = None) -> None:
+    Run(recipe.parse({**RECIPE, "stages": STAGES}), folder / "runs", stop=stop).execute()
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The artefact of a run in this process, whose number of threads may be another."""
+    folder = tmp_path_factory.mktemp("here")
+    go_on(folder)
+    return artefact(folder)
+
+
+def test_out_of_time_again_and_again(tmp_path: Path, here: dict[str, torch.Tensor]) -> None:
+    """However little time there is, each call takes the training a step further."""
+    places = []
+    for _ in range(9):  # over the end of an epoch
+        with pytest.raises(Interrupted, match=r"stopped in epoch \d, step \d; the state is saved") as caught:
+            go_on(tmp_path, Stop(1e-9))
+        assert caught.value.signal == TIME_IS_UP
+        places.append(str(caught.value))
+    assert len(set(places)) == 9
+    assert any("epoch 2, step 0" in place for place in places)
+    go_on(tmp_path)
+    assert_equal(artefact(tmp_path), here)
+
+
+def test_every_command_that_may_take_long_can_be_limited(harp: Harp, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RECIPE, "stages": STAGES}))
+    prune = ["prune", "tinynet", "--data", "digits", "--keep", "5%", "--epsilon", "0.1", "--pretrain", "1"]
+    compare = ["compare", "r.yaml", "--methods", "magnitude", "--keep", "10%"]
+    for words in (["run", "r.yaml"], prune, compare):
+        code, out, err = harp(*words, "--max-minutes", "0.0001")
+        assert code == 75, err
+        assert out == ""
+        assert "(its time is over). Go on with the same command: harp " in err
+    assert harp("run", "r.yaml")[0] == 0
+    (folder,) = Path("runs").glob("tiny-*")
+    evaluate = ["evaluate", str(folder), "--attack", "pgd-3", "--examples", "40"]
+    code, _, err = harp(*evaluate, "--max-minutes", "0.0001")
+    assert code == 75, err
+    assert harp(*evaluate)[0] == 0
+    for wrong in ("0", "-1", "nan"):
+        code, _, err = harp("run", "r.yaml", "--max-minutes", wrong)
+        assert code == 2 and "minutes: give more than 0" in err
+    code, _, err = harp(*compare, "--launcher", "slurm", "--max-minutes", "3")
+    assert code == 2 and "--time=" in err
+
+
+def test_the_time_counts_from_the_start_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that were started together it counts from the start of the one that started them."""
+    with subprocess.Popen(["sleep", "60"]) as first:
+        time.sleep(0.3)
+        before = clock.began()
+        monkeypatch.setenv(SUPERVISOR, str(first.pid))
+        age = time.monotonic() - clock.began()
+        assert 0.2 < age < 30
+        assert before < clock.began()
+        monkeypatch.setenv(SUPERVISOR, "0")  # a system that doesn't tell
+        assert time.monotonic() - clock.began() < 0.2
+        first.kill()
+
+
+# ---------------------------------------------------------------- states of others, damage, divergence
+
+
+def interrupted(folder: Path) -> Path:
+    """A run that was stopped in its first stage."""
+    with pytest.raises(Interrupted):
+        go_on(folder, Stop(1e-9))
+    (path,) = (folder / "runs" / "stages").glob("*-pretrain/state.pt")
+    return path
+
+
+def test_a_damaged_state_costs_no_more_than_itself(
+    tmp_path: Path, here: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupted(tmp_path)
+    path = interrupted(tmp_path)
+    path.write_bytes(path.read_bytes()[:1000])
+    go_on(tmp_path)
+    assert f"{path} is damaged" in caplog.text
+    assert "going on from the state before" in caplog.text
+    assert_equal(artefact(tmp_path), here)
+    assert not list(tmp_path.rglob("state*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"of": "0123-prune"}, r"is a state of 0123-prune, not of \w+-pretrain: delete it to start anew"),
+        ({"format": 99, "harp": "9.9"}, r"was written by harp 9\.9, whose states .* can't read"),
+        (
+            {"model": {}},
+            r"the saved state is of another model, pruner or optimiser .*: delete it to start the stage anew",
+        ),
+        ({"optimizer": None}, r"the saved state is of another model, pruner or optimiser"),
+    ],
+)
+def test_states_of_others_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    path = interrupted(tmp_path)
+    checkpoint.save_state(path, {**checkpoint.load_state(path), **change})
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=told):
+        go_on(tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_divergence_says_how_to_go_on(harp: Harp, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RECIPE, "stages": STAGES[:1]}))
+    changes = ["--set", "stages.pretrain.optimizer.lr=1e30"]
+    code, _, err = harp("run", "r.yaml", "--minutes", "0", *changes)
+    assert code == 2
+    line = err.strip().splitlines()[-1]
+    assert "became" in line and " in epoch 1, step 2, at learning rate 9.75528e+29: " in line
+    assert "Last good state: " in line
+    assert "Train this stage anew with --set stages.pretrain.optimizer.lr=3e+29" in line
+
+
+def test_a_full_disk_is_no_end_of_a_training(
+    tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither states nor metrics can be written until the pruning is done; what is lost is nothing but states."""
+    from harp import files, states
+
+    full = [True]
+    save, write = states.States.save, files.write_text
+
+    def refuse(call: Any) -> Any:
+        def called(*arguments: Any) -> None:
+            if full[0]:
+                raise DiskError("can't write it: No space left on device", full=True)
+            call(*arguments)
+
+        return called
+
+    monkeypatch.setattr(states.States, "save", refuse(save))
+    monkeypatch.setattr(metrics.files, "write_text", refuse(write))
+    finish = Run.train_stage
+
+    def train_stage(self: Run, number: int, *arguments: Any) -> None:
+        full[0] = number == 1  # while pruning
+        finish(self, number, *arguments)
+
+    from harp import artefact as artefacts
+
+    kept = artefacts.save
+
+    def room(*arguments: Any) -> None:
+        full[0] = False
+        kept(*arguments)
+
+    monkeypatch.setattr(Run, "train_stage", train_stage)
+    monkeypatch.setattr(artefacts, "save", room)
+    go_on(tmp_path)
+    assert_equal(artefact(tmp_path), here)
+    assert caplog.text.count("training goes on") == 3
+    assert caplog.text.count("it is written with the next epoch") == 3
+
+
+# ---------------------------------------------------------------- what is logged
+
+
+def test_metrics_have_each_epoch_once_and_no_half_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = metrics.MetricsFile(tmp_path)
+    for epoch in (1, 2, 3):
+        log.write({"epoch": epoch, "loss": float(epoch)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 4, "lo')
+    again = metrics.MetricsFile(tmp_path)  # the state was of the second epoch
+    for epoch in (3, 4):
+        again.write({"epoch": epoch, "loss": 10.0 * epoch})
+    again.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"epoch": 1, "loss": 1.0},
+        {"epoch": 2, "loss": 2.0},
+        {"epoch": 3, "loss": 30.0},
+        {"epoch": 4, "loss": 40.0},
+    ]
+    assert "a damaged line" in caplog.text
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
+def test_metrics_of_a_full_disk_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = metrics.MetricsFile(tmp_path)
+    write = metrics.files.write_text
+
+    def refuse(*arguments: Any) -> None:
+        raise DiskError("no room")
+
+    log.write({"epoch": 1})
+    monkeypatch.setattr(metrics.files, "write_text", refuse)
+    log.write({"epoch": 2})
+    log.write({"epoch": 3})
+    monkeypatch.setattr(metrics.files, "write_text", write)
+    log.close()
+    assert [json.loads(line)["epoch"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+
+# ---------------------------------------------------------------- the documented job script
+
+
+@pytest.mark.parametrize(
+    ("number", "ending", "code"), [(signal.SIGUSR1, 75, 75), (signal.SIGTERM, 75, 75), (None, 2, 2)]
+)
+def test_the_documented_job_queues_again_what_is_unfinished(
+    tmp_path: Path, number: signal.Signals | None, ending: int, code: int
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "long-runs.md").read_text()
+    script = next(block for block in page.split("```sh\n")[1:] if block.startswith("#!/bin/bash")).split("```")[0]
+    work = "import signal, sys, time; " + (
+        f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), sys.exit({ending}))); "
+        "open('ready', 'w').close(); time.sleep(60)"
+        if number is not None
+        else f"sys.exit({ending})"
+    )
+    (line,) = [each for each in script.splitlines() if each.startswith("harp run")]
+    (tmp_path / "job.sh").write_text(script.replace(line, f"{sys.executable} -c '{work.replace(chr(39), chr(34))}' &"))
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}
+    process = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environment)
+    if number is not None:
+        end = time.monotonic() + 30
+        while not (tmp_path / "ready").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(number)
+    assert process.wait(timeout=30) == code
+    assert (tmp_path / "requeued").exists() == (code == 75)
+    if code == 75:
+        assert (tmp_path / "requeued").read_text() == "requeue 42\n"

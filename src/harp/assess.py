@@ -15,6 +15,8 @@ from harp.assault import Assault, Outcome
 from harp.attacks import Ball
 from harp.channels import Channels, Latency, price
 from harp.errors import RecipeError
+from harp.objectives import OBJECTIVES
+from harp.readable import readable
 from harp.units import Units, Weights
 
 DEFAULT = Ball(8 / 255, "linf")
@@ -37,7 +39,7 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
         made = recipe.load(folder / "recipe.yaml")
         if weights is None and not (folder / "summary.json").is_file():
             raise RecipeError(f"{target} is half a run: there is no summary.json in it (`harp run` goes on with it)")
-        source = data.load(data_name or made.data.name, data_dir, made.data.size)
+        source = data.load(data_name or made.data.name, data_dir, **made.data.loading())
         before = _dense_weights(folder, made)
         dense = None if before is None or weights is not None else build(made.model, source, before)
         model = build(made.model, source, weights)
@@ -97,8 +99,8 @@ def noise_of(source: data.DataSet) -> torch.Tensor:
 
 def threat(made: recipe.Recipe) -> Ball:
     """The ball that a recipe evaluates in: its objective's, unless the evaluation has an epsilon of its own."""
-    trained = made.objective
-    usual = trained.get("epsilon", DEFAULT.epsilon)
+    trained = dict(made.objective)
+    usual = getattr(OBJECTIVES[trained.pop("name")](**trained), "epsilon", DEFAULT.epsilon)
     epsilon = usual if made.evaluate.epsilon is None else made.evaluate.epsilon
     return Ball(epsilon, trained.get("norm", DEFAULT.norm))
 
@@ -131,6 +133,7 @@ def measure(
     `care` is what `harp.assault.Assault` takes to show its progress, to keep its state and to stop.
     """
     test = source.test.select(evaluate.subset(len(source.test), examples, seed))
+    wanted, test = len(test), readable(test, care.get("progress")).split
     classes = classes_of(model, test.images, test.labels, source.num_classes)
     outcome = Assault(model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **care).run()
     score = evaluate.score(outcome.right, test.labels, attack, classes=classes, batch=batch, seed=seed)
@@ -146,4 +149,6 @@ def measure(
         "source": source.source,
         "seed": seed,
     }
+    if len(test) < wanted:
+        found["undecodable"] = wanted - len(test)  # images that were left out
     return found, outcome

@@ -26,7 +26,9 @@ from harp.attacks import Apgd, Ball, Fmn, check_number
 from harp.checkpoint import fingerprint
 from harp.display import Quiet
 from harp.errors import DataError, Interrupted, ModelError
-from harp.keeper import Stop
+from harp.keeper import Stop, insist
+from harp.peers import Alone
+from harp.readable import readable
 from harp.seeds import derive
 
 CURVE = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
@@ -45,6 +47,8 @@ class Audit:
         examples: images, drawn by the seed; default all.
         store: keep all adversarial images too.
         witness: another network, which is shown what the attacks find; its answers are kept beside the subject's.
+        peers: the processes that share the work: all must ask the same questions, and all get the answers; the first
+            one writes them down.
     """
 
     def __init__(
@@ -59,14 +63,18 @@ class Audit:
         witness: nn.Module | None = None,
         display: Quiet | None = None,
         stop: Stop | None = None,
+        peers: Alone | None = None,
     ) -> None:
         check_number("batch", batch, whole=True, least=1)
         self.subject, self.folder, self.store, self.witness = subject, folder, store, witness
         self.examples, self.seed, self.batch = examples, seed, batch
-        self.display, self.stop = display or Quiet(), stop or Stop()
+        self.display, self.stop, self.peers = display or Quiet(), stop or Stop(), peers or Alone()
+        self.peers.listen(self.stop)
         test = subject.data.test
         self.chosen = evaluate.subset(len(test), examples, seed)
-        self.test = test.select(self.chosen)
+        bar = self.display.counting("test images", len(self.chosen))
+        self.test, positions = readable(test.select(self.chosen), self.display.count, bar=bar)
+        self.chosen = self.chosen[positions]
         self.like = example_of(subject.model, self.test.images)
         self.network = fingerprint(subject.model)
         self.identity = f"{self.network}/{subject.data.fingerprint()}/{examples}/{seed}/{batch}"
@@ -77,7 +85,7 @@ class Audit:
         """Accuracy on the images as they are."""
         found = self.under("natural", None)
         wrong = torch.tensor([index for index, bit in enumerate(found["images"]) if bit == "0"], dtype=torch.long)
-        endless = int((self._predict(self.subject.model, self.test.images[wrong]) < 0).sum())
+        endless = int((self._predict(self.subject.model, self.test.select(wrong).images) < 0).sum())
         if endless:
             raise ModelError(f"the logits of {endless} of {found['n']} images are not finite: nothing can be measured")
         return found
@@ -103,6 +111,7 @@ class Audit:
                     witness=self.witness,
                     progress=self.display.count,
                     stop=self.stop,
+                    peers=self.peers,
                 )
             if len(outcome.examples.get("index", ())):
                 self._once("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
@@ -145,15 +154,17 @@ class Audit:
         attack = Fmn(norm=norm)
 
         def measure(stem: Path | None) -> dict[str, Any]:
-            values: list[Tensor] = []
+            values: dict[int, Tensor] = {}
             with self.display.counting(f"test {attack.name}", len(self.test)):
-                for start in range(0, len(self.test), self.batch):
+                for start in range(0, len(self.test), self.batch)[self.peers.rank :: self.peers.world]:
                     x = as_input(self.test.images[start : start + self.batch], self.like)
                     y = self.test.labels[start : start + self.batch].to(self.like.device)
                     with seeded(derive(self.seed, "distances", start), x.device):
-                        values.append(attack.distances(self.subject.model, x, y).cpu())
+                        values[start] = attack.distances(self.subject.model, x, y).cpu()
                     self._count(start + len(y), len(self.test), attack.name)
-            found = torch.cat(values)
+                self.peers.meet(self._stop_if_asked)
+            parts = {start: part for each in self.peers.gather(values) for start, part in each.items()}
+            found = torch.cat([parts[start] for start in sorted(parts)])
             listed = [None if value == float("inf") else value for value in found.tolist()]
             return {"attack": attack.name, "norm": norm, "median": float(found.median()), "values": listed}
 
@@ -173,7 +184,7 @@ class Audit:
                     progress=self._count,
                 )
 
-        return self._once("corruptions", "all", "", measure)
+        return self._once("corruptions", "all", "", self._by_one(measure))
 
     def flips(self, dense: nn.Module) -> dict[str, Any]:
         """Which predictions pruning has changed."""
@@ -195,7 +206,7 @@ class Audit:
                 ],
             }
 
-        return self._once("flips", "dense", fingerprint(dense), measure)
+        return self._once("flips", "dense", fingerprint(dense), self._by_one(measure))
 
     def agreement(self, other: nn.Module) -> dict[str, Any]:
         """How far the answers of another network are from these, on the images as they are."""
@@ -214,20 +225,23 @@ class Audit:
                 "relative": off / reach if reach else off,  # to the largest logit
             }
 
-        return self._once("agreement", "answers", fingerprint(other), measure)
+        return self._once("agreement", "answers", fingerprint(other), self._by_one(measure))
 
     def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Signs of false robustness: in the model, and in the numbers measured so far."""
-        some = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
-        images = as_input(some.images, self.like)
-        labels = some.labels.to(self.like.device)
-        findings = [
-            *suspicion.inspect(self.subject.model, images, labels, ball, seed=self.seed),
-            *contradictions.review(results),
-        ]
-        listed = [{"check": found.check, "verdict": found.verdict, "text": found.text} for found in findings]
+
+        def measure(stem: Path | None) -> dict[str, Any]:
+            some = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
+            images = as_input(some.images[:], self.like)
+            labels = some.labels.to(self.like.device)
+            findings = [
+                *suspicion.inspect(self.subject.model, images, labels, ball, seed=self.seed),
+                *contradictions.review(results),
+            ]
+            return {"findings": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings]}
+
         shown = "/".join(f"{found['name']}={found.get('value')}" for found in results if "name" in found)
-        return self._once("checks", "robustness", f"{ball!r}/{shown}", lambda stem: {"findings": listed})
+        return self._once("checks", "robustness", f"{ball!r}/{shown}", self._by_one(measure))
 
     def _once(
         self, kind: str, name: str, conditions: str, measure: Callable[[Path | None], dict[str, Any]]
@@ -237,8 +251,9 @@ class Audit:
         words = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
         stem = None if self.folder is None else self.folder / f"{kind}-{words}-{digest}"
         path = None if stem is None else stem.with_name(f"{stem.name}.json")
-        if path is not None and path.exists():
-            return _read(path)
+        known = self.peers.first(_read(path) if path is not None and path.exists() else None)
+        if known is not None:
+            return known
         source = self.subject.data
         facts = {
             "network": self.network,
@@ -248,13 +263,26 @@ class Audit:
             "n": len(self.test),
         }
         found = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
-        if path is not None:
-            files.write_json(path, found)
+        if path is not None and self.peers.rank == 0:
+            insist(lambda: files.write_json(path, found), stop=self.stop)
         return found
+
+    def _by_one(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
+        """What is too short to be shared is done by the first process, and the others wait."""
+
+        def first(stem: Path | None) -> dict[str, Any]:
+            found = measure(stem) if self.peers.rank == 0 else {}
+            self.peers.meet(self._stop_if_asked)
+            return self.peers.first(found)
+
+        return first
 
     def _count(self, done: float, total: int, text: str = "") -> None:
         """Show how far it is, and stop if somebody asks for that."""
         self.display.count(done, total, text)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
         if self.stop.signal is not None:
             raise Interrupted("stopped; what was measured is kept", self.stop.signal)
 

@@ -16,6 +16,7 @@ from harp import artefact, files, finished
 from harp.channels import Cut
 from harp.finished import IMAGES, Finished
 from harp.models import MODELS
+from harp.objectives import OBJECTIVES
 from harp.recipe import Stage
 from harp.summary import epsilon_text
 
@@ -79,6 +80,8 @@ PAPERS: Mapping[str, tuple[str, str]] = {
 _OBJECTIVES = {
     "natural": "natural training",
     "pgd": "adversarial training (Madry et al. 2018)",
+    "fast": "fast adversarial training (Wong et al. 2020)",
+    "free": "free adversarial training (Shafahi et al. 2019)",
     "trades": "TRADES (Zhang et al. 2019)",
     "mart": "MART (Wang et al. 2020)",
 }
@@ -275,8 +278,10 @@ def _stage(found: Finished, stage: Stage) -> str:
     name = objective.pop("name")
     threat = ""
     if name != "natural":
-        epsilon = objective.pop("epsilon", 8 / 255)
-        others = {"steps": 10, **{key: value for key, value in objective.items() if key not in ("norm", "fast")}}
+        made = OBJECTIVES[name](**objective)
+        epsilon = objective.pop("epsilon", getattr(made, "epsilon", None))
+        length = {key: getattr(made, key) for key in ("steps", "replays") if hasattr(made, key)}
+        others = {**length, **{key: value for key, value in objective.items() if key not in ("norm", "fast")}}
         words = [f"{key} {_number(value)}" for key, value in others.items() if value is not None]
         norm = _NORMS.get(objective.get("norm", "linf"), "")
         threat = f" ({norm}, epsilon {epsilon_text({'attack': {'epsilon': epsilon}})}, {', '.join(words)})"

@@ -5,15 +5,16 @@ them, never objects: what a stranger put in a checkpoint doesn't run. Whatever i
 `CheckpointError` of one line.
 """
 
+import errno
 import hashlib
-import io
 import os
 import pickle
 import re
 import stat
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -21,15 +22,14 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from harp import seal
 from harp.errors import CheckpointError
-from harp.files import StrPath, reason, write_bytes
+from harp.files import StrPath, atomic, reason, write_bytes
 from harp.normalize import Normalized
+from harp.plain import plain_state, size_of
 
 # Under which keys training scripts keep the weights beside other things, the likeliest first.
 WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema")
-
-# What is saved for resuming; exact types, because a subclass (numpy's float64 is a float) pickles as a class.
-PLAIN = (bool, int, float, str, type(None))
 
 
 def save_tensors(path: StrPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -105,51 +105,40 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def save_state(path: StrPath, state: dict[str, Any]) -> None:
-    """Write the state of a training that is to go on later, atomically.
+def save_state(path: StrPath, state: dict[str, Any], before: Callable[[], None] = lambda: None) -> None:
+    """Write the state of a training that is to go on later, atomically, and read it back before it takes its place.
 
     It may hold tensors, numbers, strings, None, lists, tuples and dicts: what `load_state` can read without
-    unpickling objects.
+    unpickling objects. `before` is called when the new file is known to be good, just before it is `path`.
     """
     try:
-        plain = _plain_state(state, "state")
+        content = plain_state(state, "state")
     except (TypeError, RecursionError) as error:
         raise CheckpointError(f"can't write {path}: {_reason(error)}") from error
-    data = io.BytesIO()
-    try:
-        torch.save(plain, data)
-    except Exception as error:  # a tensor that has no values to save, of several kinds
-        raise CheckpointError(f"can't write {path}: {_reason(error)}") from error
-    write_bytes(path, data.getbuffer())
+    with atomic(path, size_of(content)) as temporary:
+        with temporary.open("xb") as file:
+            sealed = seal.Sealed(file)
+            try:
+                torch.save(content, sealed)  # type: ignore[arg-type]  # all that it needs of a file
+            except Exception as error:  # a tensor that has no values to save, of several kinds
+                raise CheckpointError(f"can't write {path}: {_reason(error)}") from error
+            sealed.close()
+        if seal.intact(temporary, from_disk=True) is not True:
+            raise OSError(errno.EIO, "the disk gives back other bytes than were written")
+        before()
 
 
 def load_state(path: StrPath) -> dict[str, Any]:
     """Read what `save_state` wrote; tensors come back on the CPU."""
+    _beginning(path)
+    try:
+        seal.check(Path(path))
+    except OSError as error:
+        raise CheckpointError(f"can't read {path}: {_reason(error)}") from error
     state = _read_torch(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a training")
     return state
-
-
-def _plain_state(value: object, where: str) -> object:
-    """`value` in plain containers, each tensor on its own, or a TypeError that says where it is not plain."""
-    if isinstance(value, Tensor):
-        tensor = value.detach()
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise TypeError(f"{where} is not a dense tensor with values")
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        return tensor if whole else tensor.clone()  # else the file would get all that it is a part of
-    if type(value) in PLAIN:
-        return value
-    if isinstance(value, dict):
-        for key in value:
-            if type(key) not in PLAIN:
-                raise TypeError(f"{where} has the key {key!r}; keys are numbers or strings")
-        return {key: _plain_state(item, f"{where}[{key!r}]") for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        items = [_plain_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
-    raise TypeError(f"{where} is a {type(value).__name__}; only tensors, numbers, strings, lists and dicts are kept")
 
 
 def _beginning(path: StrPath) -> bytes:

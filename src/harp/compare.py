@@ -1,13 +1,15 @@
 """Comparing methods: every run of a study in a process of its own, then tables and a picture from the runs' files.
 
     ROOT/compare-<study>-<hash>/   table.md results.json robust.png robust.svg recipes/*.yaml logs/*.log
+                                   jobs.json jobs/*.sh jobs/*.state  (as jobs of a scheduler)
 
 The runs are ordinary ones in ROOT: they share stages, go on where they stopped, and serve other studies too.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 from harp import __version__, assess, data, files, narrow, picture, pipeline, run, standings, summary, workers
 from harp.display import Quiet
 from harp.errors import RecipeError
+from harp.keeper import Stop
+from harp.launchers import command, local
+from harp.launchers.jobs import Job
 from harp.pruners import PRUNERS
 from harp.recipe import Recipe, parse
 from harp.study import DENSE, SMALL, Method, Study, slug
@@ -51,8 +56,17 @@ class Entry:
 class Comparison:
     """A study with its data and model: every run's recipe is made and checked before anything runs."""
 
-    def __init__(self, study: Study, root: Path, *, data_dir: Path | None = None, display: Quiet | None = None) -> None:
+    def __init__(
+        self,
+        study: Study,
+        root: Path,
+        *,
+        data_dir: Path | None = None,
+        display: Quiet | None = None,
+        loaders: int | None = None,
+    ) -> None:
         base = study.recipe
+        self.loaders = loaders  # processes that decode images ahead of each training process
         self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
         if not base.evaluate.attacks:
             raise RecipeError("evaluate.attacks is empty: methods are compared by the accuracy under its last attack")
@@ -65,7 +79,7 @@ class Comparison:
         self.parts = pipeline.parts(self.content["stages"])
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
             raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
-        self.data = data.load(base.data.name, data_dir, base.data.size)
+        self.data = data.load(base.data.name, data_dir, display=self.display, **base.data.loading())
         self.units = assess.units_of(base.units, assess.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
         self.contents = run.contents(base, self.data)
@@ -110,21 +124,67 @@ class Comparison:
         contents = self.contents if same else run.contents(made, self.data)
         return Entry(f"{name}-seed{seed}", label, keep, made, self.root / run.folder_name(made, contents))
 
-    def execute(self, jobs: int = 1, start: workers.Start | None = None) -> dict[str, Any]:
-        """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that."""
+    def execute(
+        self, jobs: int = 1, start: workers.Start | None = None, *, devices: int = 1, stop: Stop | None = None
+    ) -> dict[str, Any]:
+        """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that.
+
+        The time that `stop` leaves is the runs' limit, too: they know best how long it takes them to save and end.
+        """
         if jobs < 1:
             raise RecipeError(f"jobs {jobs}: give at least 1")
         entries = {entry.name: entry for entry in self.entries}
-        for entry in self.entries:
-            files.write_text(self.folder / "recipes" / f"{entry.name}.yaml", entry.recipe.to_yaml())
+        self.write_recipes()
 
         def harp_run(name: str) -> workers.Process:
-            recipe = self.folder / "recipes" / f"{name}.yaml"
-            return workers.harp_run(recipe, self.root, self.data_dir, self._log(entries[name]), jobs)
+            recipe, log = self._recipe(entries[name]), self._log(entries[name])
+            left = math.inf if stop is None else max(1.0, stop.left())
+            return local.start(
+                recipe,
+                self.root,
+                self.data_dir,
+                log,
+                jobs,
+                devices=devices,
+                workers=self.loaders,
+                minutes=left / 60 if left < math.inf else None,
+            )
 
         tasks = [workers.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
-        failed = workers.work(tasks, start or harp_run, jobs, self.display, len(self.entries))
+        failed = workers.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
+        return self.collect(failed)
+
+    def jobs(self, devices: int = 1) -> list[Job]:
+        """The runs as jobs for a scheduler, which read what `write_recipes` writes."""
+        data_dir = None if self.data_dir is None else self.data_dir.absolute()
+        return [
+            Job(
+                entry.name,
+                command.harp_run(
+                    self._recipe(entry).absolute(),
+                    self.root.absolute(),
+                    data_dir,
+                    devices=devices,
+                    workers=self.loaders,
+                ),
+                self._log(entry).absolute(),
+                entry.finished,
+                entry.after,
+            )
+            for entry in self.entries
+        ]
+
+    def collect(self, failed: Mapping[str, str]) -> dict[str, Any]:
+        """Write what all runs came to, of which some failed; return that."""
         return self.write([self.record(entry, failed.get(entry.name)) for entry in self.entries])
+
+    def write_recipes(self) -> None:
+        """Write the recipe of every run."""
+        for entry in self.entries:
+            files.write_text(self._recipe(entry), entry.recipe.to_yaml())
+
+    def _recipe(self, entry: Entry) -> Path:
+        return self.folder / "recipes" / f"{entry.name}.yaml"
 
     def _log(self, entry: Entry) -> Path:
         return self.folder / "logs" / f"{entry.name}.log"

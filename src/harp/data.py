@@ -9,14 +9,18 @@
 import difflib
 from pathlib import Path
 
+from harp.display import Quiet
 from harp.errors import DataError
 from harp.sources.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
 from harp.sources.embedded import Embedded
 from harp.sources.folder import Folder
+from harp.sources.imagenet import ImageNet
 from harp.sources.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
 from harp.sources.npz import Npz
-from harp.sources.source import Source
+from harp.sources.shards import Shards
+from harp.sources.source import Encoded, Source
 from harp.sources.svhn import Svhn
+from harp.sources.tiny_imagenet import TinyImageNet
 from harp.split import DataSet, Split, check_batch, draw, holdout
 
 __all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Source", "Split", "check_batch", "draw", "holdout", "load"]
@@ -80,10 +84,28 @@ _SOURCES: tuple[Source, ...] = (
         flip=False,
         digests=MNIST_MD5,
     ),
+    ImageNet(
+        "imagenet",
+        "ImageNet (ILSVRC 2012): 1,281,167 + 50,000 photographs of 1,000 classes, streamed at 224x224x3",
+        "train/<synset>/ and val/<synset>/, or ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
+        "ILSVRC2012_devkit_t12.tar.gz, from https://image-net.org",
+        usual_size=224,
+    ),
+    TinyImageNet(
+        "tiny-imagenet",
+        "Tiny-ImageNet: 100,000 + 10,000 photographs of 200 classes, 64x64x3",
+        "tiny-imagenet-200.zip, unpacked, from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+        usual_size=64,
+    ),
     Folder(
         "folder",
         "your images: train/<class>/ and test/<class>/ (or val/<class>/), at the size you give",
         "a folder with train and test (or val), each with one folder of images a class",
+    ),
+    Shards(
+        "shards",
+        "your images in tar archives, as WebDataset has them (`harp shard` makes them), at the size you give",
+        "train-000000.tar, ... and test-000000.tar (or val-000000.tar), ...",
     ),
     Npz(
         "npz",
@@ -95,11 +117,23 @@ DATASETS = {source.name: source for source in _SOURCES}
 """Every data set by name: the table is the documentation of what `load` takes."""
 
 
-def load(name: str, data_dir: str | Path | None = None, size: int | None = None) -> DataSet:
+def load(
+    name: str,
+    data_dir: str | Path | None = None,
+    size: int | None = None,
+    *,
+    stream: bool | None = None,
+    margin: float | None = None,
+    display: Quiet | None = None,
+) -> DataSet:
     """Load a data set of `DATASETS`, or the .npz file whose path is given as `name`.
 
     `data_dir` (default: data) has the files, directly or in a folder of the data set's name; for "npz" it may
-    be the file itself. `size` is the side of the images of "folder"; the others come as they were published.
+    be the file itself. `size` is the side of the images of sources that resize; the others come as they were published.
+
+    Image files can be streamed: they stay where they are and are decoded when they are needed. `stream` says whether;
+    by default they are if they would take more than a quarter of the memory. With a `margin` they always are, and what
+    is tested on is the centre of images resized to `margin` times the size.
     """
     folder = DEFAULT_FOLDER if data_dir is None else Path(data_dir)
     if name.endswith(".npz"):
@@ -109,7 +143,13 @@ def load(name: str, data_dir: str | Path | None = None, size: int | None = None)
         near = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise DataError(f"no data set {name!r}: {hint}expected {', '.join(DATASETS)} or a path to an .npz file")
-    data = DATASETS[name].read(folder, size)
+    source = DATASETS[name]
+    if isinstance(source, Encoded):
+        return source.open(folder, size, stream=stream, margin=margin, display=display)
+    if stream or margin is not None:
+        able = ", ".join(each.name for each in _SOURCES if isinstance(each, Encoded))
+        raise DataError(f"{name}: its images are not files, expected {able} to stream or to crop stored pictures")
+    data = source.read(folder, size)
     if size is not None and data.shape[1:] != (size, size):
         side = f"{data.shape[1]}x{data.shape[2]}"
         raise DataError(f"{name}: size {size} for images of {side}, expected none: only folder resizes")

@@ -1,32 +1,81 @@
 """The engine that a training runs on: Lightning Fabric for devices, precision and several processes."""
 
-import os
+import logging
+import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+from harp import placement
 from harp.errors import RecipeError
+from harp.placement import Machines, Place
+from harp.supervisor import supervise
+
+# How long processes wait for each other in an exchange before they give up. One that is dead is noticed much sooner.
+TIMEOUT = timedelta(minutes=30)
 
 
-def launch(precision: str = "auto", accelerator: str = "auto", devices: int = 1, nodes: int = 1) -> Any:
-    """Start the engine: one process by default, more by its own launcher, or those that torchrun or SLURM started.
+def launch(
+    precision: str = "auto",
+    accelerator: str = "auto",
+    devices: int = 1,
+    nodes: int = 1,
+    *,
+    node_rank: int = 0,
+    main_address: str | None = None,
+) -> Any:
+    """Start the engine: one process by default, more by our own launcher, or those that torchrun or SLURM started.
 
-    See `resolve` for `precision`.
+    With several devices or nodes this call does not return in the process that makes it first: it starts as many
+    processes with the same command line, in which it does return, waits for them and exits.
+
+    Arguments:
+        precision: see `resolve`.
+        nodes: machines; the same command is to be given on each, with its `node_rank` and the first one's address.
+        main_address: HOST or HOST:PORT of the first machine.
     """
-    from lightning_fabric import Fabric  # two seconds of import that only training needs
-
     if devices < 1 or nodes < 1:
         raise RecipeError(f"devices {devices}, nodes {nodes}: give at least 1")
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has decided already
-        devices = int(os.environ["LOCAL_WORLD_SIZE"])
-        nodes = int(os.environ["WORLD_SIZE"]) // devices
-    try:
-        settings: dict[str, Any] = {"accelerator": accelerator, "devices": devices, "num_nodes": nodes}
-        fabric = Fabric(precision=resolve(precision), **settings)  # type: ignore[arg-type]  # a literal, checked by the recipe
-    except (ValueError, RuntimeError) as error:
-        raise RecipeError(f"can't run on {devices} x {accelerator!r}: {' '.join(str(error).split())}") from error
+    if not 0 <= node_rank < nodes:
+        raise RecipeError(f"node rank {node_rank} of {nodes} nodes: give 0 to {nodes - 1}")
+    place = placement.here()
+    if place is None and devices * nodes > 1:
+        if nodes > 1 and main_address is None:
+            raise RecipeError(f"{nodes} nodes need the address of the first one: add --main-address HOST:PORT")
+        if accelerator != "cpu" and not (accelerator == "auto" and not torch.cuda.is_available()):
+            _fabric(precision, accelerator, Place(locals=devices))  # what is wrong with the devices is said here, once
+        sys.exit(supervise(devices, nodes, node_rank, main_address))
+    fabric = _fabric(precision, accelerator, place or Place())
     fabric.launch()
     return fabric
+
+
+def device_for_evaluation(machines: Machines) -> torch.device:
+    """Start what an evaluation runs on: by itself on the CPU no engine is needed, which saves its import."""
+    alone = machines.devices * machines.nodes == 1 and placement.here() is None
+    if alone and (machines.accelerator == "cpu" or (machines.accelerator == "auto" and not torch.cuda.is_available())):
+        return torch.device("cpu")
+    device: torch.device = launch("32-true", **vars(machines)).device
+    return device
+
+
+def _fabric(precision: str, accelerator: str, place: Place) -> Any:
+    from lightning_fabric import Fabric  # two seconds of import that only training needs
+    from lightning_fabric.strategies.ddp import DDPStrategy
+
+    from harp.cluster import Cluster
+
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # five lines a process on how it found the others
+    settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.locals, "num_nodes": place.nodes}
+    if place.world > 1:
+        settings["strategy"] = DDPStrategy(cluster_environment=Cluster(place), timeout=TIMEOUT)
+    else:
+        settings["plugins"] = [Cluster(place)]
+    try:
+        return Fabric(precision=resolve(precision), **settings)  # type: ignore[arg-type]  # a literal, checked by the recipe
+    except (ValueError, RuntimeError) as error:
+        raise RecipeError(f"can't run on {place.locals} x {accelerator!r}: {' '.join(str(error).split())}") from error
 
 
 def resolve(precision: str) -> str:

@@ -13,6 +13,7 @@ import harp
 from harp.answers import classes_of
 from harp.assault import Assault
 from harp.attacks import Attack, check_number
+from harp.peers import Alone
 
 _Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
 
@@ -99,12 +100,14 @@ def accuracy(
     seed: int = 0,
     num_classes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    peers: Alone | None = None,
 ) -> Score:
     """The accuracy on images (floating point in [0, 1], or bytes) as they are, or after an attack.
 
     What the attack returns is classified by the plain model in eval mode, in a pass of its own. The model's modes
     are restored and its buffers not touched. The random numbers of a batch follow from the seed and the batch's
     index alone, and the caller's random state is left as it was. `progress(done, all)` is called after each batch.
+    `peers` are the processes that share the work: all of them must call this, and all get the whole score.
     """
     classes = classes_of(model, images, labels, num_classes)
 
@@ -112,7 +115,8 @@ def accuracy(
         if progress is not None:
             progress(int(done), total)
 
-    assault = Assault(model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show)
+    how: dict[str, Any] = {"batch": batch, "seed": seed, "progress": show, "peers": peers}
+    assault = Assault(model, images, labels, attack, classes=classes, **how)
     return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)
 
 

@@ -5,13 +5,14 @@ import errno
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from harp.errors import CheckpointError
+from harp.errors import CheckpointError, DiskError
 
 try:
     import fcntl
@@ -20,19 +21,23 @@ except ImportError:  # Windows
 
 StrPath = str | os.PathLike[str]
 
+_HOST = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:32] or "host"
+_FORGOTTEN = 24 * 3600.0  # seconds after which nobody is writing a temporary any more, whoever began it
+
 
 @contextlib.contextmanager
-def atomic(path: StrPath) -> Iterator[Path]:
+def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to, which takes the place of `path` when the block ends well.
 
     At every moment, even if the process is killed or the power fails, `path` is either the old file or the
     whole new one. Missing folders are made, links are followed, and temporaries that killed processes left
-    are removed. The temporary is named after the process, so a path has one writer a process at a time.
+    are removed. The temporary is named after the machine and the process, so a path has one writer a process at a
+    time. What the system refuses is a `DiskError`, which names `size`, the bytes that are to be written.
     """
     if "\0" in os.fspath(path):
         raise CheckpointError(f"can't write {os.fspath(path)!r}: a path can't have a null character in it")
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.tmp")
     try:
         _prepare(target, temporary)
         try:
@@ -46,7 +51,8 @@ def atomic(path: StrPath) -> Iterator[Path]:
                 temporary.unlink()
             raise
     except OSError as error:
-        raise CheckpointError(f"can't write {path}: {reason(error)}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise DiskError(f"can't write {path}: {reason(error)}{_room(error, target, size)}", full=full) from error
     # The file is in place by now; a file system that can't sync a folder is no reason to say otherwise.
     with contextlib.suppress(OSError):
         _sync(target.parent)
@@ -75,18 +81,45 @@ def _prepare(target: Path, temporary: Path) -> None:
     if target.exists() and not target.is_file():
         raise OSError(errno.EINVAL, "it is a device, not a file")
     if target.exists() and not os.access(target, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        number = errno.EROFS if _read_only(target) else errno.EACCES
+        raise OSError(number, os.strerror(number))
     temporary.unlink(missing_ok=True)
     _sweep(target)
 
 
+def _read_only(path: Path) -> bool:
+    return hasattr(os, "statvfs") and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
+def _room(error: OSError, target: Path, size: int | None) -> str:
+    """Where there is no room: how much is needed, and how much there is."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    facts = [] if size is None else [f"{amount(size)} needed"]
+    if error.errno == errno.ENOSPC:  # a quota leaves less than the disk has
+        with contextlib.suppress(OSError):
+            facts.append(f"{amount(shutil.disk_usage(target.parent).free)} free")
+    return f" ({', '.join(facts)})" if facts else ""
+
+
+def amount(size: float) -> str:
+    """A number of bytes for people."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size:.0f} bytes"
+
+
 def _sweep(target: Path) -> None:
-    """Remove the temporaries of `target` whose processes are gone."""
-    left = re.compile(re.escape(f".{target.name}.") + r"(\d{1,9})\.tmp")
+    """Remove the temporaries of `target` whose processes are gone; those of other machines when they are old."""
+    left = re.compile(re.escape(f".{target.name}.") + r"([A-Za-z0-9-]+)\.(\d{1,9})\.tmp")
     for name in os.listdir(target.parent):
         match = left.fullmatch(name)
-        if match and not _alive(int(match[1])):
-            with contextlib.suppress(OSError):
+        if match is None:
+            continue
+        with contextlib.suppress(OSError):
+            mine = match[1] == _HOST
+            if not _alive(int(match[2])) if mine else time.time() - target.with_name(name).stat().st_mtime > _FORGOTTEN:
                 target.with_name(name).unlink()
 
 
@@ -115,7 +148,7 @@ def _sync(path: Path) -> None:
 
 def write_bytes(path: StrPath, data: bytes | memoryview) -> None:
     """Write bytes, atomically."""
-    with atomic(path) as temporary, temporary.open("xb") as file:
+    with atomic(path, len(data)) as temporary, temporary.open("xb") as file:
         file.write(data)
 
 
@@ -141,7 +174,7 @@ def _take(path: Path, waiting: Callable[[], None]) -> int:
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
-            raise CheckpointError(f"can't write {path}: {reason(error)}") from error
+            raise DiskError(f"can't write {path}: {reason(error)}") from error
         try:
             while not _locked(descriptor):
                 waiting()

@@ -5,7 +5,8 @@ An adversarial objective attacks `model` in eval mode, restores the modes it fou
 processes. The attack always runs on the bare model: it needs no gradient of a weight.
 
 The two halves can be had apart, `attack(model, x, y)` and `loss(forward, x, x_adv, y)`: methods that ask for several
-losses at the same images attack once.
+losses at the same images attack once. One that keeps something from step to step is made anew for each training by
+`begin()`, see `harp.free`. `judge()` is the attack that held-out images are judged by.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
+from harp.free import FreeTraining
 from harp.frozen import Logits, frozen
+from harp.noise import normal
 
 # The published code of TRADES and MART starts the attack at normal noise of this size around the image.
 _NOISE = 0.001
@@ -69,6 +72,10 @@ class _Adversarial(ABC):
                 forward(x)
         return self.loss(forward, x, self.attack(model, x, y), y)
 
+    def judge(self) -> Pgd:
+        """The attack that held-out images are judged by: the training's, of ten steps at least."""
+        return Pgd(self.epsilon, self.step, max(10, self.steps), norm=self.norm)
+
     def _near(self, model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Logits, Tensor], Any]) -> Tensor:
         """Ascend from normal noise around `x` the loss that `loss(net, x)` makes."""
         x = images_in_box(x, y)
@@ -76,7 +83,7 @@ class _Adversarial(ABC):
             return x
         ball = Ball(self.epsilon, self.norm)
         with torch.no_grad(), frozen(model, x, fast=self.fast) as net:
-            start = ball.project(x + _NOISE * torch.randn_like(x), x)
+            start = ball.project(x + _NOISE * normal(x), x)
             return ascend(net, x, start, loss(net, x), ball, step_size(self.step, self.epsilon), self.steps)
 
 
@@ -98,6 +105,29 @@ class PgdTraining(_Adversarial):
     def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
         """The cross entropy at the attacked images."""
         return F.cross_entropy(forward(x_adv), y)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastTraining(PgdTraining):
+    """Fast adversarial training (Wong, Rice, Kolter: "Fast is better than free", ICLR 2020): one step, random start.
+
+        δ ~ U(-ε, ε)    δ ← clip_ε(δ + step · sign ∇ CE(f(x + δ), y)),  step = 1.25 ε
+
+    It can overfit to its own attack from one epoch to the next; held-out images are judged by PGD, which shows it.
+    Departure from the authors' code: the gradient is taken in eval mode, as in all our objectives.
+    """
+
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("epsilon", self.epsilon)
+        if self.step is None:
+            object.__setattr__(self, "step", 1.25 * self.epsilon)
+        super().__post_init__()
+
+    def judge(self) -> Pgd:
+        """The attack that held-out images are judged by: PGD with steps of its own."""
+        return Pgd(self.epsilon, norm=self.norm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +195,11 @@ class Mart(_Adversarial):
         return boosted + self.beta * (divergence * doubt).mean()
 
 
-OBJECTIVES: dict[str, type[Natural] | type[PgdTraining] | type[Trades] | type[Mart]] = {
+OBJECTIVES: dict[str, type[Natural] | type[PgdTraining] | type[Trades] | type[Mart] | type[FreeTraining]] = {
     "natural": Natural,
     "pgd": PgdTraining,
+    "fast": FastTraining,
+    "free": FreeTraining,
     "trades": Trades,
     "mart": Mart,
 }

@@ -14,6 +14,7 @@ from harp.pruners import PRUNERS
 
 _Stage = Mapping[str, Any]
 _THREAT = ("epsilon", "step", "steps", "norm")
+ONE_STEP = ("fast", "free")  # their steps are as long as the ball is wide, and nobody else's
 
 
 def stages(
@@ -38,7 +39,9 @@ def stages(
     passes = prune["epochs"] if method.passes is None else min(method.passes, prune["epochs"])
     last = {**finetune, "pruner": "fixed", "epochs": finetune["epochs"] + prune["epochs"] - passes}
     if method.finetuning and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
-        threat = {key: value for key, value in (objective or {}).items() if key in _THREAT}
+        given = objective or {}
+        shared = ("epsilon", "norm") if given.get("name") in ONE_STEP else _THREAT
+        threat = {key: value for key, value in given.items() if key in shared}
         last["objective"] = {**threat, **method.finetuning}
     return [*dense, {**prune, "pruner": dict(pruner), "epochs": passes}, last]
 

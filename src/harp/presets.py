@@ -55,7 +55,8 @@ def recipe(
     threat: dict[str, Any] = {}
     if objective != "natural":
         step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
-        threat = {"epsilon": epsilon or preset.epsilon, "step": step}
+        threat = {"epsilon": epsilon or preset.epsilon}
+        threat |= {} if objective in pipeline.ONE_STEP else {"step": step}
     pruner: dict[str, Any] = {"name": method, "keep": keep}
     if strategy is not None:
         pruner["initial_strategy" if method in ("harp", "harp-r") else "strategy"] = strategy

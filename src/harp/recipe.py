@@ -105,6 +105,7 @@ _BY_TYPE: dict[Any, Any] = {
     int | None: Whole | None,
     int | float: WholeIfWhole,
     bool: Flag,
+    Sequence[float]: list[Number],
 }
 
 
@@ -177,6 +178,20 @@ class Data(_Part):
     augment: Flag = True
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None
+    stream: Flag | None = None  # leave image files in place; default: where they would fill a quarter of the memory
+    crop: Literal["pad", "resized"] = "pad"  # of the image at its size, after padding; or of the stored picture
+    margin: Annotated[Number, Field(ge=1, le=4)] = 256 / 224  # of test images, with `resized`: cut from so much more
+    corrupt: NotNegative = 0.001  # undecodable images that training puts up with, a share or a count
+
+    def loading(self) -> dict[str, Any]:
+        """What `harp.data.load` is told beside the name and the folder."""
+        return {"size": self.size, "stream": self.stream, "margin": self.margin if self.crop == "resized" else None}
+
+    @model_validator(mode="after")
+    def _crops_need_files(self) -> Self:
+        if self.crop == "resized" and self.stream is False:
+            raise ValueError("crop resized cuts from stored pictures: they can't be in memory, leave out stream: false")
+        return self
 
     @model_validator(mode="after")
     def _share_or_count(self) -> Self:
@@ -279,6 +294,7 @@ class Recipe(_Part):
     stages: list[Stage] = Field(min_length=1)
     evaluate: Evaluation = Evaluation()
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
+    sync_norms: Flag = True  # batch norms see the images of all processes, so that their number changes nothing
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -307,9 +323,13 @@ class Recipe(_Part):
         names, the objective of other stages, limits while nothing is pruned.
         """
         done = self.stages[:stages]
-        used = {"seed", "data", "model", "precision"} | {"units" for stage in done if stage.pruner["name"] != "dense"}
+        used = {"seed", "data", "model", "precision", "sync_norms"} | {
+            "units" for stage in done if stage.pruner["name"] != "dense"
+        }
         facts = self.model_dump(mode="json", exclude_defaults=True, include=used)
         facts["model"].pop("weights", None)  # a path; the content is in `contents`
+        for key in ("stream", "corrupt"):
+            facts["data"].pop(key, None)  # where images are, and how many damaged ones are too many, changes no result
         steps = [stage.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for stage in done]
         for stage, step in zip(done, steps, strict=True):
             step["objective"] = self.stage_objective(stage)

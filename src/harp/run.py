@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from torch.optim import AdamW
 from harp import (
     artefact,
     assess,
-    attacks,
     checkpoint,
     cost,
     data,
@@ -39,21 +38,26 @@ from harp import (
     masks,
     models,
     objectives,
+    peers,
     pruners,
     training,
 )
-from harp.batches import Augment, Batches
+from harp.batches import Augment, Batches, ResizedCrop
 from harp.channels import Channels, Cut, Latency
 from harp.channels.dead import slim_for_training, spread_back
+from harp.corrupt import Corrupt
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
-from harp.errors import Interrupted, ModelError, RecipeError
-from harp.keeper import Keeper, Stop
+from harp.errors import Diverged, Interrupted, ModelError, RecipeError
+from harp.keeper import Keeper, Stop, insist
+from harp.loading import default_workers
 from harp.masks import Masks
 from harp.metrics import MetricsFile
+from harp.readable import readable
 from harp.recipe import Recipe, Stage
 from harp.schedules import SCHEDULES
 from harp.seeds import derive
+from harp.streamed import Streamed
 from harp.units import Units, Weights
 
 logger = logging.getLogger("harp")
@@ -91,20 +95,30 @@ class Run:
         root: Path,
         *,
         data_dir: Path | None = None,
+        source: data.DataSet | None = None,
         display: Quiet | None = None,
         fabric: Any = None,
         minutes: float = 10.0,
+        keep_states: int = 2,
+        stop: Stop | None = None,
+        workers: int | None = None,
     ) -> None:
         self.recipe, self.root, self.minutes = recipe, root, minutes
         self.display = display or Quiet()
         self.fabric = fabric if fabric is not None else engine.launch(recipe.precision)
-        self.stop = Stop()
-        self.data = data.load(recipe.data.name, data_dir, recipe.data.size)
+        self.stop, self.keep_states = stop or Stop(), keep_states
+        self.peers = peers.of_this_run()
+        self.peers.listen(self.stop)
+        self.data = source or data.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.fabric.world_size))
+        self.workers = default_workers(here) if workers is None else workers
         held = recipe.data.holdout
         count = round(held * len(self.data.train)) if held < 1 else int(held)
         self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
         if recipe.data.train is not None:
             self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
+        bar = self.display.counting("held-out images", len(self.held))
+        self.held = readable(self.held, self.display.count, self.workers, bar).split
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
         self.contents = contents(recipe, self.data)
@@ -117,7 +131,8 @@ class Run:
                 pruner = self.pruner(stage, None)  # what is wrong with its options is said now, not after pre-training
                 self.total = pruner.total if "keep" in stage.pruner else self.total
         size = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
-        _check_writable(root, 12 * size)  # a state and its successor: weights, latents, momentum, the best epoch so far
+        # The states and their successor, each with weights, latents, momentum and the best epoch so far.
+        _check_writable(root, 6 * (keep_states + 1) * size)
 
     def _units(self) -> Units:
         """What is pruned. Times are measured once in a run, and are the same after a resume and on every rank."""
@@ -187,6 +202,7 @@ class Run:
         with ExitStack() as held:
             if self.fabric.is_global_zero:
                 held.enter_context(files.lock(folder.with_name(f"{folder.name}.lock"), self._waiting(stage)))
+            self.peers.meet(self._stop_waiting)
             if self._finished(folder):
                 return False
             self.train_stage(number, stage, before, folder)
@@ -198,10 +214,13 @@ class Run:
         def wait() -> None:
             for text in said:
                 self.display.note(text)
-            if self.stop.signal is not None:
-                raise Interrupted("stopped while waiting for another process; nothing is lost", self.stop.signal)
+            self._stop_waiting()
 
         return wait
+
+    def _stop_waiting(self) -> None:
+        if self.stop.signal is not None:
+            raise Interrupted("stopped while waiting for another process; nothing is lost", self.stop.signal)
 
     def train_stage(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> None:
         """Train a stage from where it stands and write its result."""
@@ -214,11 +233,19 @@ class Run:
             left = self._compacted(before)
             pruner = pruner if left is None else pruners.Fixed(Weights(left.model, **self._names()), left.masks)
             self.model = whole if left is None else left.model
-        keeper = Keeper(folder / "state.pt", self.stop, minutes=self.minutes, fabric=self.fabric)
+        keeper = Keeper(
+            folder / "state.pt",
+            self.stop,
+            minutes=self.minutes,
+            keep=self.keep_states,
+            of=folder.name,
+            fabric=self.fabric,
+        )
         log = MetricsFile(folder)
-        flip = Augment(self.recipe.data.pad, self.data.flip) if self.recipe.data.augment else None
         seed = derive(self.recipe.seed, "stage", number)
-        batches = Batches(self.train, self.recipe.data.batch, seed=seed, augment=flip)
+        corrupt = Corrupt(len(self.train), self.recipe.data.corrupt, folder / "corrupt.txt")
+        how: dict[str, Any] = {"augment": self.augment(), "workers": self.workers, "corrupt": corrupt}
+        batches = Batches(self.train, self.recipe.data.batch, seed=seed, **how)
         objective = self.objective(stage)
 
         def on_epoch(record: dict[str, Any]) -> None:
@@ -227,7 +254,8 @@ class Run:
             self.display.epoch(record)
 
         settings = stage.optimizer
-        with self.display.training(stage.name, stage.epochs, len(batches)), Meter(watts=self._watts()) as meter:
+        showing = self.display.training(stage.name, stage.epochs, len(batches))
+        with _way_out(stage, keeper), showing, Meter(watts=self._watts()) as meter:
             fitted = training.fit(
                 self.model,
                 batches,
@@ -246,6 +274,7 @@ class Run:
                 on_step=self.display.step,
                 on_epoch=on_epoch,
                 keeper=keeper,
+                sync_norms=self.recipe.sync_norms,
                 fabric=self.fabric,
             )
         if left is not None:
@@ -254,16 +283,21 @@ class Run:
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
             masked = answer if self.cut is None and left is None else before
-            artefact.save(folder, self.model, masked, self.total if self.cut else total, self.units, self.cut)
-            files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+            kept = self.total if self.cut else total
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {
                 "seconds": round(fitted.seconds, 1),
                 "energy": meter.over(fitted.seconds),
                 "history": fitted.history,
             }
-            files.write_json(folder / "stage.json", facts)
-            (folder / "state.pt").unlink(missing_ok=True)
+
+            def write() -> None:
+                artefact.save(folder, self.model, masked, kept, self.units, self.cut)
+                files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+                files.write_json(folder / "stage.json", facts)
+
+            insist(write, stop=self.stop)
+            keeper.states.remove()
             log.close()
         self.fabric.barrier()
 
@@ -288,6 +322,15 @@ class Run:
     def _names(self) -> dict[str, Any]:
         """What the recipe says of the weights that are units at all."""
         return {key: value for key, value in self.recipe.units.options().items() if key in ("ignore", "include")}
+
+    def augment(self) -> Augment | ResizedCrop | None:
+        """What is done to the images of a training."""
+        part = self.recipe.data
+        if not part.augment:
+            return None
+        if part.crop == "resized" and isinstance(self.train.images, Streamed):
+            return ResizedCrop(flip=self.data.flip)
+        return Augment(part.pad, self.data.flip)
 
     def _watts(self) -> float:
         """The power to assume where it can't be measured."""
@@ -329,18 +372,18 @@ class Run:
 
     def criterion(self, objective: Any) -> str:
         """What the best epoch is chosen by."""
-        return "robust" if hasattr(objective, "epsilon") else "natural"
+        return "robust" if hasattr(objective, "judge") else "natural"
 
     def validate(self, objective: Any) -> dict[str, float]:
         """Accuracy on the held-out images, natural and under the attack that is trained against."""
         found = {"natural": self._held_accuracy(None)}
-        if hasattr(objective, "epsilon"):
-            attack = attacks.Pgd(objective.epsilon, objective.step, max(10, objective.steps), norm=objective.norm)
-            found["robust"] = self._held_accuracy(attack)
+        if hasattr(objective, "judge"):
+            found["robust"] = self._held_accuracy(objective.judge())
         return found
 
     def _held_accuracy(self, attack: Any) -> float:
-        score = evaluate.accuracy(self.model, self.held.images, self.held.labels, attack=attack, seed=self.recipe.seed)
+        how: dict[str, Any] = {"attack": attack, "seed": self.recipe.seed, "peers": self.peers}
+        score = evaluate.accuracy(self.model, self.held.images, self.held.labels, **how)
         return score.balanced_accuracy if self.data.balanced else score.accuracy
 
     def evaluate(self, folder: Path) -> list[dict[str, Any]]:
@@ -353,11 +396,11 @@ class Run:
         examples, seed = self.recipe.evaluate.examples, self.recipe.seed
         conditions = hashlib.sha256(f"{attack!r}/{examples}/{seed}".encode()).hexdigest()[:8]
         path = folder / f"test-{name}-{conditions}.json"
-        if path.exists():
-            known: dict[str, Any] = json.loads(path.read_text())
+        known: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        known = self.peers.first(known)
+        if known is not None:
             return known
         _make_folder(folder)
-        state = path.with_suffix(".state.pt") if self.fabric.is_global_zero else None
         with self.display.counting(f"test {name}", examples or len(self.data.test)):
             result, _ = assess.measure(
                 self.model,
@@ -366,12 +409,13 @@ class Run:
                 attack,
                 examples=examples,
                 seed=seed,
-                path=state,
+                path=path.with_suffix(".state.pt"),
                 progress=self.display.count,
                 stop=self.stop,
+                peers=self.peers,
             )
         if self.fabric.is_global_zero:
-            files.write_json(path, result)
+            insist(lambda: files.write_json(path, result), stop=self.stop)
         return result
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:
@@ -411,6 +455,16 @@ class Run:
         if self.cut is None:
             return cost.cost(self.model, self.data.shape, answer)
         return cost.reduced(self.dense_cost, cost.cost(self.model, self.data.shape, {}))
+
+
+@contextmanager
+def _way_out(stage: Stage, keeper: Keeper) -> Iterator[None]:
+    """Say how to go on after a training whose numbers are no longer finite."""
+    try:
+        yield
+    except Diverged as error:
+        change = f"--set stages.{stage.name}.optimizer.lr={stage.optimizer.lr / 3:.1g}"
+        raise Diverged(f"{error}. Last good state: {keeper.good}. Train this stage anew with {change}") from error
 
 
 def _may_have_died(masks: Masks) -> bool:

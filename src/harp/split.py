@@ -1,6 +1,7 @@
-"""Images and labels in memory, what is checked of them, and the images set aside.
+"""Images and labels, what is checked of them, and the images set aside.
 
-A data set is two tensors a split, uint8 or float32 in [0, 1].
+A data set is two tensors a split: images as uint8 or float32 in [0, 1], and labels. Images that are too many for the
+memory are a `harp.streamed.Streamed`, which stands for a tensor of uint8 and stays in its files.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from harp.errors import DataError
 from harp.seeds import derive
+from harp.streamed import Streamed
 
 TOLERANCE = 1e-6
 """How far a pixel may leave [0, 1] by rounding."""
@@ -37,9 +39,10 @@ class Split:
         return len(self.labels)
 
     def select(self, indices: Tensor | Sequence[int]) -> "Split":
-        """The images at `indices`, in that order."""
+        """The images at `indices`, in that order; streamed ones stay in their files."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
-        return Split(self.images[chosen], self.labels[chosen])
+        images = self.images
+        return Split(images.subset(chosen) if isinstance(images, Streamed) else images[chosen], self.labels[chosen])
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,10 @@ class DataSet:
         return len(self.classes)
 
     def fingerprint(self) -> str:
-        """A digest of all images and labels: equal for equal data, whatever files it came from."""
+        """A digest of all images and labels: equal for equal data, whatever files it came from.
+
+        Of streamed images it is a digest of their files' names and sizes: reading them all would take hours.
+        """
         return self._fingerprint
 
     @cached_property
@@ -88,6 +94,9 @@ class DataSet:
         digest = hashlib.blake2b(digest_size=16)
         for tensor in (self.train.images, self.train.labels, self.test.images, self.test.labels):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+            if isinstance(tensor, Streamed):
+                digest.update(tensor.digest().encode())
+                continue
             digest.update(tensor.detach().cpu().contiguous().numpy().data)
         return digest.hexdigest()
 

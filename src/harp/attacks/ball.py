@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from harp.errors import DataError, ModelError, RecipeError
 from harp.frozen import Logits
+from harp.noise import normal, uniform
 
 NORMS = ("linf", "l2")
 
@@ -37,9 +38,9 @@ class Ball:
     def random(self, x: Tensor) -> Tensor:
         """A uniformly random point of each ball, clipped to the box."""
         if self.norm == "linf":
-            return self.project(x + self.epsilon * (2 * torch.rand_like(x) - 1), x)
-        radius = torch.rand(len(x), device=x.device, dtype=x.dtype) ** (1 / x[0].numel())
-        return self.project(x + self.epsilon * per_image(radius, x) * self.steepest(torch.randn_like(x)), x)
+            return self.project(x + self.epsilon * (2 * uniform(x) - 1), x)
+        radius = uniform(x.new_empty(len(x))) ** (1 / x[0].numel())
+        return self.project(x + self.epsilon * per_image(radius, x) * self.steepest(normal(x)), x)
 
     def project(self, points: Tensor, x: Tensor) -> Tensor:
         """The nearest points in the ball, clipped to the box (which can't leave the ball again)."""

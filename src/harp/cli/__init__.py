@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -11,8 +10,20 @@ from typing import Annotated
 import typer
 
 from harp import __version__
-from harp.cli import benching, evaluation, exporting, looking, shrinking, training
-from harp.errors import HarpError, Interrupted
+from harp.cli import (
+    benching,
+    comparing,
+    early,
+    estimating,
+    evaluation,
+    exporting,
+    looking,
+    sharding,
+    shrinking,
+    training,
+    voice,
+)
+from harp.errors import LOST, HarpError, Interrupted, Lost
 
 app = typer.Typer(
     name="harp",
@@ -44,12 +55,14 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": training.demo,
     "run": training.run,
     "prune": training.prune,
-    "compare": training.compare,
+    "compare": comparing.compare,
+    "estimate": estimating.estimate,
     "evaluate": evaluation.evaluate,
     "report": evaluation.report,
     "slim": shrinking.slim,
     "export": exporting.export,
     "bench": benching.bench,
+    "shard": sharding.shard,
     "list": looking.list_,
     "plan": looking.plan,
     "doctor": looking.doctor,
@@ -74,15 +87,25 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("harp").handlers = [_Log()]
     try:
-        app()
+        with early.heeded():
+            app()
     except HarpError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        voice.say(f"error: {' '.join(str(error).split())}")
         sys.exit(2)
     except Interrupted as stop:
-        typer.echo(f"\n{stop}. Go on with the same command: {shlex.join(['harp', *sys.argv[1:]])}", err=True)
-        sys.exit(128 + stop.signal)
+        voice.say_first(f"\n{stop} ({stop.cause}). Go on with the same command: {voice.command()}")
+        sys.exit(stop.code)
+    except Lost as lost:
+        voice.say_lost(lost)
+        sys.exit(LOST)
+    except RuntimeError as error:
+        lost_one = voice.loss(error)
+        if lost_one is None:
+            raise
+        voice.say_lost(lost_one)
+        sys.exit(LOST)
     except KeyboardInterrupt:
-        typer.echo("\nstopped", err=True)
+        voice.say_first("\nstopped")
         sys.exit(128 + signal.SIGINT)
     except OSError as error:
         typer.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from harp.cli.options import SIGNS
+from harp.cli.options import BEGAN, SIGNS
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Setting:
     seed: int
     batch: int
     store: bool
+    max_minutes: float | None = None
 
 
 def evaluate(
@@ -67,7 +68,7 @@ def evaluate(
         left = [name for name, attack in attacks if not is_black_box(attack)]
         display.note(f"no twin in torch (--twin): only black-box attacks run, not {', '.join(left) or 'others'}")
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
-    stop = Stop()
+    stop = Stop(setting.max_minutes, BEGAN)
     folder = out or path.with_name(f"{path.name}.evaluation")
     trial = deployed.Trial(
         subjects,

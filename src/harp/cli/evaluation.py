@@ -7,7 +7,20 @@ from typing import Annotated, Any
 import typer
 
 from harp.cli import deployment
-from harp.cli.options import SIGNS, DataDir, Json, Weights
+from harp.cli.options import (
+    BEGAN,
+    SIGNS,
+    Accelerator,
+    DataDir,
+    Devices,
+    Json,
+    MainAddress,
+    MaxMinutes,
+    NodeRank,
+    Nodes,
+    Weights,
+)
+from harp.placement import Machines
 
 _FULL = ("fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack")
 
@@ -42,6 +55,12 @@ def evaluate(
         Path | None,
         typer.Option(help="Folder for what is found; default: the run's, FILE.evaluation, evaluations/MODEL."),
     ] = None,
+    devices: Devices = 1,
+    accelerator: Accelerator = "auto",
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    main_address: MainAddress = None,
+    max_minutes: MaxMinutes = None,
     as_json: Json = False,
 ) -> None:
     """Measure natural and robust accuracy on the test set, with 95 % intervals, and check that it can be believed.
@@ -51,10 +70,10 @@ def evaluate(
     A deployed file is attacked as it is: what gradients find on its twin in torch is replayed on it, and Square, which
     needs answers only, asks it directly.
     """
-    from harp import assess, card, deployed, presets, summary
+    from harp import assess, card, deployed, engine, peers, presets, summary
     from harp.attacks import Ball
     from harp.audit import Audit
-    from harp.display import Terminal
+    from harp.display import Quiet, Terminal
     from harp.errors import RecipeError
     from harp.keeper import Stop
 
@@ -64,21 +83,30 @@ def evaluate(
         )
         if distances:
             raise RecipeError("--distances needs the gradients of the network itself: evaluate the run for that")
-        trial = deployment.Setting(examples, seed, batch, store)
+        if devices * nodes > 1:
+            raise RecipeError(f"--devices {devices}, --nodes {nodes}: a deployed file is measured by one process")
+        trial = deployment.Setting(examples, seed, batch, store, max_minutes)
         deployment.evaluate(Path(target), data, data_dir, twin, weights, asked, trial, out, as_json=as_json)
         return
     if twin is not None:
         raise RecipeError(f"--twin {twin}: {target} has its own gradients; a twin is for a .harp or .onnx file")
-    display = Terminal()
+    machines = Machines(devices, accelerator, nodes, node_rank, main_address)
+    device = engine.device_for_evaluation(machines)
+    together = peers.of_this_run()
+    display = Terminal() if together.rank == 0 else Quiet()
     wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
     subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
+    for network in (subject.model, subject.dense):
+        if network is not None:
+            network.to(device)
     usual = subject.threat
     ball = Ball(usual.epsilon if wish is None else wish, norm or usual.norm)
     names = list(attack) if attack else list(_FULL) if full else ["pgd-20"]
     attacks = [assess.attack_of(name, ball) for name in names]
-    stop = Stop()
+    stop = Stop(max_minutes, BEGAN)
     folder = out or _folder(target)
-    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, display=display, stop=stop)
+    care: dict[str, Any] = {"display": display, "stop": stop, "peers": together}
+    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, **care)
     if weights is None and not (Path(target) / "recipe.yaml").is_file():
         display.note("no --weights: the network is measured as its code makes it")
     found: dict[str, Any] = {}
@@ -95,6 +123,8 @@ def evaluate(
             found["flips"] = audit.flips(subject.dense)
         if checks:
             found["checks"] = audit.checks(ball, [*results, *([found["curve"]] if "curve" in found else [])])
+    if together.rank > 0:
+        return
     if folder == Path(target) / "evaluation":
         card.write(Path(target))
     if as_json:

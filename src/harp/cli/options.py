@@ -5,6 +5,11 @@ from typing import Annotated
 
 import typer
 
+from harp.cli.clock import began
+
+BEGAN = began()
+"""When the command began: the time limit of `--max-minutes` counts from here."""
+
 SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
 """How verdicts are marked in tables."""
 
@@ -14,7 +19,29 @@ Set = Annotated[
     list[str], typer.Option("--set", help="Change a value of the recipe, like stages.prune.epochs=5; may be repeated.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Devices = Annotated[int, typer.Option(help="Processes (and GPUs) to train on.")]
+Devices = Annotated[int, typer.Option(help="Processes (and GPUs) on this machine.")]
+Nodes = Annotated[int, typer.Option(help="Machines; give the same command on each of them.")]
+NodeRank = Annotated[int, typer.Option(envvar="NODE_RANK", help="This machine's number among them, from 0.")]
+MainAddress = Annotated[
+    str | None, typer.Option(help="HOST or HOST:PORT of machine 0, where several are.", show_default=False)
+]
+Minutes = Annotated[float, typer.Option(help="Save the state of a training at least this often.")]
+KeepStates = Annotated[int, typer.Option(help="States of a training to keep, should the newest be damaged.")]
+MaxMinutes = Annotated[
+    float | None,
+    typer.Option(
+        help="Save and end before this many minutes are over, with exit code 75 if there is more to do.",
+        show_default=False,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        envvar="HARP_WORKERS",
+        help="Processes that decode streamed images ahead of each training process; default: the cores that are left.",
+        show_default=False,
+    ),
+]
 Accelerator = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
 Weights = Annotated[Path | None, typer.Option(help="Trained weights: safetensors, or a torch checkpoint.")]
 Classes = Annotated[int | None, typer.Option(help="Number of classes, where no data set says it.")]

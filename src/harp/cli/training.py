@@ -1,12 +1,46 @@
-"""Commands that train: demo, run, prune, compare."""
+"""Commands that train: demo, run, prune."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import Accelerator, Budget, Channels, DataDir, Devices, Json, Model, Multiple, Out, Set, Weights
+from harp.cli.options import (
+    BEGAN,
+    Accelerator,
+    Budget,
+    Channels,
+    DataDir,
+    Devices,
+    KeepStates,
+    MainAddress,
+    MaxMinutes,
+    Minutes,
+    Model,
+    Multiple,
+    NodeRank,
+    Nodes,
+    Out,
+    Set,
+    Weights,
+    Workers,
+)
+from harp.placement import Machines
+
+
+@dataclass(frozen=True)
+class Care:
+    """How a training is kept: minutes between two states, states that stay, minutes until it must have ended.
+
+    And how it is fed: processes that decode images ahead.
+    """
+
+    minutes: float = 10.0
+    states: int = 2
+    limit: float | None = None
+    workers: int | None = None
 
 
 def demo(out: Out = Path("runs"), changes: Set = []) -> None:  # noqa: B006 (typer copies it)
@@ -24,10 +58,17 @@ def run(
     changes: Set = [],  # noqa: B006 (typer copies it)
     devices: Devices = 1,
     accelerator: Accelerator = "auto",
-    minutes: Annotated[float, typer.Option(help="Save the state at least this often.")] = 10.0,
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    main_address: MainAddress = None,
+    minutes: Minutes = 10.0,
+    keep_states: KeepStates = 2,
+    max_minutes: MaxMinutes = None,
+    workers: Workers = None,
 ) -> None:
     """Run a recipe: train its stages, evaluate, report. Interrupted? The same command goes on where it stopped."""
-    _run(recipe, out, data_dir, changes, devices, accelerator, minutes)
+    machines = Machines(devices, accelerator, nodes, node_rank, main_address)
+    _run(recipe, out, data_dir, changes, machines, Care(minutes, keep_states, max_minutes, workers))
 
 
 def prune(
@@ -47,7 +88,9 @@ def prune(
     weights: Weights = None,
     data_dir: DataDir = None,
     out: Out = Path("runs"),
-    objective: Annotated[str, typer.Option(help="Training objective: pgd, trades, mart or natural.")] = "pgd",
+    objective: Annotated[
+        str, typer.Option(help="Training objective: pgd, trades, mart, fast, free or natural.")
+    ] = "pgd",
     epsilon: Annotated[str | None, typer.Option(help="Attack budget, like 8/255; default: usual for the data.")] = None,
     pretrain: Annotated[int | None, typer.Option(help="Epochs of pre-training (none if weights are given).")] = None,
     prune_epochs: Annotated[int | None, typer.Option("--prune", help="Epochs of pruning.")] = None,
@@ -58,6 +101,13 @@ def prune(
     changes: Set = [],  # noqa: B006 (typer copies it)
     devices: Devices = 1,
     accelerator: Accelerator = "auto",
+    nodes: Nodes = 1,
+    node_rank: NodeRank = 0,
+    main_address: MainAddress = None,
+    minutes: Minutes = 10.0,
+    keep_states: KeepStates = 2,
+    max_minutes: MaxMinutes = None,
+    workers: Workers = None,
 ) -> None:
     """Prune a model to an exact budget and prove its robustness: a recipe from flags.
 
@@ -85,57 +135,8 @@ def prune(
         budget=budget,
         multiple=multiple,
     )
-    _execute(parse(content, changes), out, data_dir, devices, accelerator)
-
-
-def compare(
-    study: Annotated[
-        str,
-        typer.Argument(
-            help="A study or a recipe: a YAML file or a shipped name (`harp list studies`, `list recipes`)."
-        ),
-    ],
-    methods: Annotated[
-        str | None, typer.Option(help="Like harp,hydra+lamp,harp:gamma_step=0.1,dense-small (`harp list methods`).")
-    ] = None,
-    keep: Annotated[str | None, typer.Option(help="Shares of the budget to keep, like 10%,1%,0.5%.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,
-    jobs: Annotated[int, typer.Option(help="Runs at a time; they share the machine's cores.")] = 1,
-    out: Out = Path("runs"),
-    data_dir: DataDir = None,
-    changes: Set = [],  # noqa: B006 (typer copies it)
-    as_json: Json = False,
-) -> None:
-    """Compare methods under one recipe: every method, budget and seed, then a table and a plot with intervals.
-
-    Example: harp compare fashion/harp-99 --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
-
-    NAME+STRATEGY spreads the budget by a strategy; NAME:option=value sets an option. `dense-small` is a dense network
-    with as many weights as the others keep. All train for the same epochs. Interrupted? The same command goes on.
-    """
-    from harp import standings
-    from harp import study as studies
-    from harp.compare import Comparison
-    from harp.display import Terminal
-    from harp.errors import MissingExtra
-
-    display = Terminal()
-    planned = studies.load(study, methods=methods, keep=keep, seeds=seeds, changes=changes)
-    comparison = Comparison(planned, out, data_dir=data_dir, display=display)
-    outcome = comparison.execute(jobs)
-    try:
-        comparison.draw(outcome)
-    except MissingExtra as error:
-        typer.echo(f"picture   none: {error}", err=True)
-    if as_json:
-        typer.echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
-    else:
-        for title, rows in standings.blocks(outcome["rows"], outcome["size"], outcome["unit"]):
-            display.table(f"\n{title}", standings.columns(outcome["attack"], outcome["unit"]), rows)
-        typer.echo("\n" + "\n".join(standings.notes(outcome)))
-        typer.echo(f"files     {comparison.folder}")
-    if any(row["failed"] for row in outcome["rows"]):
-        raise typer.Exit(1)
+    machines = Machines(devices, accelerator, nodes, node_rank, main_address)
+    _execute(parse(content, changes), out, data_dir, machines, Care(minutes, keep_states, max_minutes, workers))
 
 
 def _run(
@@ -143,28 +144,29 @@ def _run(
     out: Path,
     data_dir: Path | None,
     changes: list[str],
-    devices: int = 1,
-    accelerator: str = "auto",
-    minutes: float = 10.0,
+    machines: Machines = Machines(),  # noqa: B008 (it never changes)
+    care: Care = Care(),  # noqa: B008 (same)
 ) -> None:
     from harp.recipe import load
 
-    _execute(load(name, changes), out, data_dir, devices, accelerator, minutes)
+    _execute(load(name, changes), out, data_dir, machines, care)
 
 
-def _execute(
-    recipe: Any, out: Path, data_dir: Path | None, devices: int = 1, accelerator: str = "auto", minutes: float = 10.0
-) -> None:
+def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, care: Care) -> None:
     from harp import card, finished, picture, summary
     from harp.display import Quiet, Terminal
     from harp.engine import launch
     from harp.errors import MissingExtra
+    from harp.keeper import Stop
     from harp.run import Run
 
-    fabric = launch(recipe.precision, accelerator, devices)
+    stop = Stop(care.limit, BEGAN)
+    fabric = launch(recipe.precision, **vars(machines))
     display = Terminal() if fabric.is_global_zero else Quiet()
     logging.getLogger("harp").disabled = not fabric.is_global_zero  # one voice is enough
-    work = Run(recipe, out, data_dir=data_dir, display=display, fabric=fabric, minutes=minutes)
+    keeping: dict[str, Any] = {"minutes": care.minutes, "keep_states": care.states, "stop": stop}
+    keeping["workers"] = care.workers
+    work = Run(recipe, out, data_dir=data_dir, display=display, fabric=fabric, **keeping)
     outcome = work.execute()
     if not fabric.is_global_zero:
         return

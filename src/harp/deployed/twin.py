@@ -62,7 +62,7 @@ def prepared(
     name = data_name or origin.data or (made.data.name if made is not None else None)
     if name is None:
         raise RecipeError(f"no data set for {artefact.path.name}: no manifest or run says it, add --data")
-    source = data.load(name, data_dir, None if made is None else made.data.size)
+    source = data.load(name, data_dir, **({} if made is None else made.data.loading()))
     _check(artefact, source)
     chosen = _named(twin, weights, origin, source, name, data_dir) if twin is not None else None
     original, remark = None, ""

@@ -68,7 +68,7 @@ class Subject:
         if self.source is None:
             return noise
         test = self.source.test
-        chosen = test.select(evaluate.subset(len(test), _REAL, self.seed)).images
+        chosen = test.select(evaluate.subset(len(test), _REAL, self.seed)).images[:]
         return torch.cat([noise, as_input(chosen, noise)])
 
     def small(self) -> tuple[nn.Module, str]:
@@ -132,7 +132,7 @@ def _of_run(folder: Path, data_dir: Path | None, display: Quiet, needs_data: boo
     made = run.recipe
     source = None
     try:
-        source = data.load(made.data.name, data_dir, made.data.size)
+        source = data.load(made.data.name, data_dir, **made.data.loading())
     except DataError as error:
         if needs_data:
             raise

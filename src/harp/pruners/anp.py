@@ -106,7 +106,7 @@ class AnpVs(Pruner):
         self._handles: list[RemovableHandle] = []
         self._seen = 0  # images of the step so far
         self._steps = 0  # an epoch; 0: not known
-        self.images = 0  # the most images of a step
+        self.images = 0  # the most images of a step, in all processes
         self.step = 0
         self.folded = False  # the weights hold the answer, E[π] multiplied in, and the buffers its masks
 
@@ -151,10 +151,10 @@ class AnpVs(Pruner):
 
     def after_backward(self) -> None:
         """Add the KL divergence's gradient to the masks', and turn it into Adam's direction."""
-        self.images, self._seen = max(self.images, self._seen), 0
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = torch.distributed.get_world_size() if several else 1
-        weight = self.beta / (self.images * self._steps * ranks or IMAGES)
+        self.images, self._seen = max(self.images, self._seen * ranks), 0
+        weight = self.beta / (self.images * self._steps or IMAGES)
         self.step += 1
         for _, gate in self.layers():
             with torch.enable_grad():

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from harp.noise import common, uniform
+
 ALPHA = 1e-4
 EULER = 0.577215664901532
 
@@ -60,11 +62,12 @@ class Gate(nn.Module):
         expected = self.expected()
         self.average.copy_(torch.where(expected > self.threshold, expected, 0.0))
 
-    def draw(self, examples: int) -> Tensor:
-        """Masks of a batch, one row an example; differentiable."""
+    def draw(self, examples: int | None) -> Tensor:
+        """Masks of a batch, one row an example, or one for all; differentiable."""
         a, b = _concentrations(self.raw)
         log_pi = sample_log_pi(a, b)
-        noise = _uniform(torch.empty(examples, len(a), dtype=a.dtype, device=a.device)).logit()
+        draws = common(a[None]) if examples is None else uniform(a.new_empty(examples, len(a)))
+        noise = _open(draws).logit()
         return ((log_pi - _log1mexp(log_pi) + noise) / self.temperature).sigmoid()
 
     def adam(self, gradient: Tensor, step: int) -> Tensor:
@@ -92,7 +95,7 @@ class Gate(nn.Module):
         axis = x.ndim - 1 - self.dimensions
         if not training:
             return x * self.average.to(x.dtype).view(-1, *[1] * self.dimensions)
-        z = self.draw(len(x) if axis else 1) if self.replay is None else next(self.replay)
+        z = self.draw(len(x) if axis else None) if self.replay is None else next(self.replay)
         if self.record is not None:
             self.record.append(z)
             z = z.detach()
@@ -113,7 +116,7 @@ def divergence(a: Tensor, b: Tensor) -> Tensor:
 
 def sample_log_pi(a: Tensor, b: Tensor) -> Tensor:
     """The logarithm of a draw of π: at a small a the draw itself would be 0 and have no logit."""
-    return _log1mexp(_uniform(torch.empty_like(a)).log() / b) / a
+    return _log1mexp(_open(common(a)).log() / b) / a
 
 
 def _concentrations(raw: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,7 @@ def _log1mexp(x: Tensor) -> Tensor:
     return (-torch.expm1(x.clamp_max(-1e-20))).log()
 
 
-def _uniform(like: Tensor) -> Tensor:
-    """Draws from the open interval (0, 1) by torch's own generator, which the training seeds at every step."""
-    least = torch.finfo(like.dtype).eps
-    return torch.rand_like(like).clamp(least, 1 - least)
+def _open(draws: Tensor) -> Tensor:
+    """Draws from [0, 1) kept within the open interval."""
+    least = torch.finfo(draws.dtype).eps
+    return draws.clamp(least, 1 - least)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.pruners.base import Objective
+from harp.synchronise import beside
 
 
 class Scored(Protocol):
@@ -50,7 +51,7 @@ class SharpnessAware:
         x_adv = objective.attack(model, x, y)
         statistics = [buffer.clone() for buffer in model.buffers()]
         weights = self.pruner.prunable
-        gradients = torch.autograd.grad(objective.loss(model, x, x_adv, y), weights, allow_unused=True)
+        gradients = torch.autograd.grad(objective.loss(beside(model), x, x_adv, y), weights, allow_unused=True)
         with torch.no_grad():
             for buffer, value in zip(model.buffers(), statistics, strict=True):
                 buffer.copy_(value)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from harp.errors import DataError
-from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, File, inflate, read_file
+from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, File, Payload, inflate, read_file
 
 _MATRIX, _COMPRESSED = 14, 15
-_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
 _CLASSES = dict(zip(range(6, 16), ("f8", "f4", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"), strict=True))
 _COMPLEX = 0x0800
 
@@ -18,25 +18,32 @@ _COMPLEX = 0x0800
 def read_mat5(path: File) -> dict[str, Array]:
     """Read the real numeric variables of a MATLAB v5 file (-v6 or -v7) of either byte order.
 
-    Compressed or not. Structures, cells, text and sparse or complex matrices are passed over. The newer v7.3
-    is HDF5 and is refused.
+    Compressed or not. Structures (see `read_mat5_records`), cells, text and sparse or complex matrices are passed
+    over. The newer v7.3 is HDF5 and is refused.
     """
-    name, data = read_file(path, "a MATLAB v5 .mat file")
+    variables: dict[str, Array] = {}
+    payload = read_file(path, "a MATLAB v5 .mat file")
+    for order, body in matrices(payload):
+        variables.update(_variable(payload.name, body, order))
+    return variables
+
+
+def matrices(payload: Payload) -> Iterator[tuple[str, memoryview]]:
+    """The byte order and the contents of every matrix of a file, decompressed."""
+    name, data = payload
     order = {b"IM": "<", b"MI": ">"}.get(data[126:128])
     if order is None or struct.unpack(f"{order}H", data[124:126])[0] != 0x0100:
         hint = "v7.3, save it with -v7" if data[:10] == b"MATLAB 7.3" else f"starts with {data[:8].hex()}"
         raise DataError(f"{name}: {len(data):,} bytes, {hint}, expected the 128-byte header of a MATLAB v5 file")
-    variables: dict[str, Array] = {}
-    for kind, body in _elements(name, memoryview(data)[128:], order):
+    for kind, body in elements(name, memoryview(data)[128:], order):
         if kind == _COMPRESSED:
             body = _uncompressed(name, body, order)
-            kind, body = next(_elements(name, body, order), (0, body))
+            kind, body = next(elements(name, body, order), (0, body))
         if kind == _MATRIX and len(body):
-            variables.update(_variable(name, body, order))
-    return variables
+            yield order, body
 
 
-def _elements(name: str, data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+def elements(name: str, data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
     """The (type, contents) of consecutive elements; up to 4 bytes of contents are packed into the tag."""
     position = 0
     while position < len(data):
@@ -70,7 +77,7 @@ def _uncompressed(name: str, body: memoryview, order: str) -> memoryview:
 
 def _variable(name: str, body: memoryview, order: str) -> dict[str, Array]:
     """The variable in a matrix element, or nothing if it is not real and numeric."""
-    parts = _elements(name, body, order)
+    parts = elements(name, body, order)
     empty = (0, memoryview(b""))
     _, flags = next(parts, empty)
     if len(flags) != 8:
@@ -80,10 +87,10 @@ def _variable(name: str, body: memoryview, order: str) -> dict[str, Array]:
         return {}
     (_, sizes), (_, label), (stored, values) = next(parts, empty), next(parts, empty), next(parts, empty)
     variable = bytes(label).decode("latin-1")
-    if len(sizes) % 4 or not 2 <= len(sizes) // 4 <= 32 or stored not in _STORED:
+    if len(sizes) % 4 or not 2 <= len(sizes) // 4 <= 32 or stored not in STORED:
         raise DataError(f"{name}: variable {variable!r} has no size or values, expected 2 to 32 sizes and numbers")
     shape = struct.unpack(f"{order}{len(sizes) // 4}i", sizes)
-    dtype = np.dtype(order + _STORED[stored])
+    dtype = np.dtype(order + STORED[stored])
     if min(shape) < 0 or math.prod(shape) * dtype.itemsize != len(values):
         claim = "x".join(map(str, shape))
         raise DataError(f"{name}: {len(values):,} bytes in {variable!r}, expected {claim} values of {dtype.itemsize}")

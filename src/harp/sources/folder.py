@@ -1,28 +1,19 @@
 """Your images, in a folder a class."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from harp import readers
-from harp.errors import DataError
-from harp.sources.source import UNKNOWN, Source, split_of
-from harp.split import DataSet
+from harp.display import Quiet
+from harp.sources.source import UNKNOWN, Encoded, Found
 
 
-class Folder(Source):
+@dataclass(frozen=True)
+class Folder(Encoded):
     """A folder with train and test, at the size you give."""
 
-    def read(self, folder: Path, size: int | None) -> DataSet:
-        """Decode and resize every image below `folder`."""
-        if size is None:
-            raise DataError(f"folder: no image size for {folder}, expected size= in pixels, such as 64")
-        found = readers.read_image_folder(folder, size)
-        return DataSet(
-            name=self.name,
-            train=split_of(found.train_images, found.train_labels),
-            test=split_of(found.test_images, found.test_labels),
-            classes=found.classes,
-            balanced=False,
-            flip=True,
-            source=f"{folder}; {UNKNOWN}",
-            verified=False,
-        )
+    def find(self, folder: Path, display: Quiet) -> Found:
+        """List every image below `folder`."""
+        with display.counting(f"list {folder.name}", 1):
+            found = readers.list_image_folder(folder, display.count)
+        return Found(*found, source=f"{folder}; {UNKNOWN}")

@@ -6,15 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from harp.display import Quiet
 from harp.errors import DataError
-from harp.readers import Array, Bytes, Integers
+from harp.readers import Array, Bytes, Centre, Extents, Integers, memory_size
 from harp.split import DataSet, Split
+from harp.streamed import Streamed
 
 logger = logging.getLogger("harp")
+
+_SHARE = 1 / 4  # of the machine's memory that decoded images may take
+_CHUNK = 256
 
 UNKNOWN = "no published checksum to compare with"
 
@@ -30,6 +37,86 @@ class Source(ABC):
     @abstractmethod
     def read(self, folder: Path, size: int | None) -> DataSet:
         """Read the files in `folder`; only sources that resize look at `size`."""
+
+
+class Found(NamedTuple):
+    """Where the images of a data set are, their labels, and one line on where that is."""
+
+    train: Extents
+    train_labels: Integers
+    test: Extents
+    test_labels: Integers
+    classes: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Encoded(Source):
+    """A data set of image files: they may be decoded once and held in memory, or stay where they are."""
+
+    usual_size: int | None = None
+
+    @abstractmethod
+    def find(self, folder: Path, display: Quiet) -> Found:
+        """Where the images are, without opening one."""
+
+    def read(self, folder: Path, size: int | None) -> DataSet:
+        """In memory, or streamed where that would take too much of it."""
+        return self.open(folder, size)
+
+    def open(
+        self,
+        folder: Path,
+        size: int | None,
+        *,
+        stream: bool | None = None,
+        margin: float | None = None,
+        display: Quiet | None = None,
+    ) -> DataSet:
+        """Find the images and decode them, unless they are to be streamed.
+
+        They are by `stream`, by a `margin` (stored pictures are needed, to crop them anew each time), or if they would
+        take more than a quarter of the machine's memory.
+        """
+        display = display or Quiet()
+        side = self.usual_size if size is None else size
+        if side is None:
+            raise DataError(f"{self.name}: no image size for {folder}, expected size= in pixels, such as 64")
+        look = Centre(side, 1.0 if margin is None else margin)
+        found = self.find(folder, display)
+        train, test = Streamed(found.train, look), Streamed(found.test, look)
+        needed, memory = train.numel() + test.numel(), memory_size()
+        large = memory is not None and needed > memory * _SHARE
+        if margin is not None or stream or (stream is None and large):
+            return self._made(found, train, test)
+        if memory is not None and needed > memory:
+            # Refused here: an allocation beyond the memory often succeeds, and kills the process later.
+            count, have = f"{len(train) + len(test):,} images at size {side}", f"less than {memory / 1e9:.1f} GB"
+            raise DataError(f"{folder}: {count} need {needed / 1e9:.1f} GB, expected {have}, or stream: true")
+        with display.counting(f"decode {self.name}", len(train) + len(test)):
+            tensors = _decoded(train, 0, len(test), display), _decoded(test, len(train), 0, display)
+        return self._made(found, *tensors)
+
+    def _made(self, found: Found, train: Tensor, test: Tensor) -> DataSet:
+        return DataSet(
+            name=self.name,
+            train=Split(train, torch.from_numpy(found.train_labels)),
+            test=Split(test, torch.from_numpy(found.test_labels)),
+            classes=found.classes,
+            balanced=False,
+            flip=True,
+            source=found.source,
+            verified=False,
+        )
+
+
+def _decoded(images: Streamed, before: int, after: int, display: Quiet) -> Tensor:
+    """All images in memory."""
+    whole = torch.empty(images.shape, dtype=torch.uint8)
+    for start in range(0, len(images), _CHUNK):
+        whole[start : start + _CHUNK] = images[start : start + _CHUNK]
+        display.count(before + min(start + _CHUNK, len(images)), before + len(images) + after)
+    return whole
 
 
 @dataclass(frozen=True)

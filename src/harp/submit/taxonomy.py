@@ -39,6 +39,8 @@ UNSPECIFIED, NONE = "Not Specified", "None"
 OBJECTIVES = {
     "natural": "Natural Training (NT)",
     "pgd": "Adversarial Training (AT) PGD",
+    "fast": "Adversarial Training (AT) Fast",
+    "free": "Adversarial Training (AT) Free",
     "trades": "Adversarial Training (AT) TRADES",
     "mart": "Adversarial Training (AT) MART",
 }

@@ -1,0 +1,55 @@
+"""Who speaks when several processes come to the same end: the first of them, or whoever knows something else."""
+
+import shlex
+import sys
+
+import typer
+
+from harp import placement
+from harp.errors import Lost
+
+
+def say(text: str) -> None:
+    """Print an error once, whichever processes meet it."""
+    place = placement.here()
+    if place is None or _speaks(text, place.rank):
+        typer.echo(f"{'' if place is None or place.rank == 0 else f'process {place.rank}: '}{text}", err=True)
+
+
+def say_first(text: str) -> None:
+    """Print what all processes know, once."""
+    place = placement.here()
+    if place is None or place.rank == 0:
+        typer.echo(text, err=True)
+
+
+def say_lost(lost: Lost) -> None:
+    """Print that another process is gone, unless the one who started this one is there to tell it."""
+    from harp import peers
+
+    place = placement.here()
+    if place is None or (not peers.is_supervised() and _speaks("", place.rank)):
+        typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command()}", err=True)
+
+
+def loss(error: RuntimeError) -> Lost | None:
+    """What an exchange with a process that is gone ended with, in one line; None if the error is another one."""
+    from harp import peers
+
+    if "torch" not in sys.modules or not peers.was_lost(error):
+        return None
+    return Lost(f"another process of the run ended or can't be reached ({' '.join(str(error).split())[:160]})")
+
+
+def command() -> str:
+    """The command that was given."""
+    return shlex.join(["harp", *sys.argv[1:]])
+
+
+def _speaks(text: str, rank: int) -> bool:
+    """Whether this process is the one to say something; an empty text is one that anything else stands for."""
+    if "torch" not in sys.modules:
+        return rank == 0
+    from harp import peers
+
+    return peers.of_this_run().speaks(text) if peers.several() else rank == 0

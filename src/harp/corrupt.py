@@ -1,0 +1,54 @@
+"""Images that a training could not decode: told once each, kept in a file, and refused when they are too many."""
+
+import logging
+from pathlib import Path
+
+from harp.errors import DataError
+
+logger = logging.getLogger("harp")
+
+SHARE = 0.001
+"""The share of undecodable images that a training puts up with, unless told otherwise."""
+
+_FEW = 10  # that many may be damaged in any data
+
+
+class Corrupt:
+    """The undecodable images of a training.
+
+    Arguments:
+        images: how many there are in all.
+        share: of them that may be undecodable, or a count from 1 up; ten always may, unless it is zero.
+        path: a file that takes a line for each. Several processes may add to one file, and what is in it already, from
+            before an interruption, counts and is not told again.
+    """
+
+    def __init__(self, images: int, share: float = SHARE, path: Path | None = None) -> None:
+        self.images, self.path = images, path
+        self.limit = int(share) if share >= 1 or share == 0 else max(_FEW, int(share * images))
+        self.found: list[str] = self._kept()
+
+    def tell(self, reason: str) -> None:
+        """Take note of an image; raises `DataError` when there are more than the limit."""
+        if reason in self.found:
+            return
+        self.found = [*self.found, *(line for line in self._kept() if line not in self.found)]
+        if reason not in self.found:
+            self.found.append(reason)
+            self._keep(reason)
+            logger.warning("%s; the next readable image takes its place", reason)
+        if len(self.found) > self.limit:
+            count = f"{len(self.found)} of {self.images:,} images can't be decoded, expected at most {self.limit}"
+            raise DataError(f"{count} (data.corrupt); the first: {self.found[0]}")
+
+    def _kept(self) -> list[str]:
+        if self.path is None or not self.path.is_file():
+            return []
+        return self.path.read_text("utf-8", "replace").splitlines()
+
+    def _keep(self, reason: str) -> None:
+        """One short write at the end of the file: other processes' lines stay whole."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                file.write(f"{reason}\n".encode("utf-8", "replace"))

@@ -1,0 +1,1 @@
+"""What a recipe will take: time, memory, disk and energy, from a few measured steps or from counted operations."""

@@ -1,0 +1,116 @@
+"""How much data there is: a recipe can be estimated before its data set is here."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from harp import data
+from harp.errors import RecipeError
+from harp.readers import memory_size
+from harp.recipe import Recipe
+from harp.split import DataSet, Split
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers of training and test images, their shape (channels, height, width) and their classes."""
+
+    train: int
+    test: int
+    shape: tuple[int, int, int]
+    classes: int
+    streamed: bool = False  # read image by image, not held in memory
+
+    def __post_init__(self) -> None:
+        if min(self.train, self.test, self.classes, *self.shape) < 1:
+            raise RecipeError(f"{self.train} + {self.test} images of {self.classes} classes and shape {self.shape}")
+
+    def memory(self) -> int:
+        """The bytes that a run holds of it: the images, and those that it trains on once more."""
+        each = self.shape[0] * self.shape[1] * self.shape[2]
+        return 0 if self.streamed else (2 * self.train + self.test) * each
+
+    def held(self, recipe: Recipe) -> int:
+        """How many images a recipe holds out of training."""
+        wished = recipe.data.holdout
+        return round(wished * self.train) if wished < 1 else int(wished)
+
+    def trained(self, recipe: Recipe) -> int:
+        """How many images an epoch has."""
+        return recipe.data.train or self.train - self.held(recipe)
+
+    def noise(self, train: int, test: int) -> DataSet:
+        """So many images of noise of this kind."""
+        generator = torch.Generator().manual_seed(0)
+
+        def split(count: int) -> Split:
+            images = torch.randint(256, (count, *self.shape), dtype=torch.uint8, generator=generator)
+            return Split(images, torch.randint(self.classes, (count,), generator=generator))
+
+        names = tuple(map(str, range(self.classes)))
+        return DataSet("noise", split(train), split(test), names, False, True, "noise", False)
+
+    @classmethod
+    def of(cls, recipe: Recipe, data_dir: Path | None) -> Self:
+        """Those of a recipe's data: by the table where they are known, else by reading it."""
+        known = KNOWN.get(recipe.data.name)
+        if known is None:
+            found = data.load(recipe.data.name, data_dir, **recipe.data.loading())
+            lazy = not isinstance(found.train.images, torch.Tensor)
+            return cls(len(found.train), len(found.test), found.shape, found.num_classes, lazy)
+        side = recipe.data.size
+        shape = known.shape if side is None else (known.shape[0], side, side)
+        needed = (known.train + known.test) * shape[0] * shape[1] * shape[2]
+        files = known.streamed and recipe.data.stream is not False  # image files: held in memory only if they are few
+        large = recipe.data.stream is True or recipe.data.crop == "resized" or needed > (memory_size() or 0) / 4
+        return cls(known.train, known.test, shape, known.classes, files and large)
+
+
+KNOWN = {
+    "digits": Sizes(1_297, 500, (1, 8, 8), 10),
+    "fashion": Sizes(5_000, 1_000, (1, 28, 28), 10),
+    "mnist": Sizes(60_000, 10_000, (1, 28, 28), 10),
+    "fashion-mnist": Sizes(60_000, 10_000, (1, 28, 28), 10),
+    "cifar10": Sizes(50_000, 10_000, (3, 32, 32), 10),
+    "cifar100": Sizes(50_000, 10_000, (3, 32, 32), 100),
+    "svhn": Sizes(73_257, 26_032, (3, 32, 32), 10),
+    "tiny-imagenet": Sizes(100_000, 10_000, (3, 64, 64), 200, streamed=True),
+    "imagenet": Sizes(1_281_167, 50_000, (3, 224, 224), 1_000, streamed=True),
+}
+"""Data sets as they were published."""
+
+
+def sizes(
+    recipe: Recipe,
+    data_dir: Path | None = None,
+    *,
+    images: str | None = None,
+    shape: str | None = None,
+    classes: int | None = None,
+) -> Sizes:
+    """How much data a recipe has: what is given as flags, else what is known of it or found in its files."""
+    if images is not None and shape is not None and classes is not None:
+        base = Sizes(1, 1, (1, 1, 1), 1)
+    else:
+        base = Sizes.of(recipe, data_dir)
+    if images is not None:
+        numbers = _numbers("--images", images, "1281167 or 1281167,50000")
+        base = replace(base, train=numbers[0], test=numbers[1] if len(numbers) > 1 else max(1, numbers[0] // 10))
+    if shape is not None:
+        sides = _numbers("--shape", shape, "3,224,224")
+        if len(sides) != 3:
+            raise RecipeError(f"--shape {shape!r}: write channels, height and width, like 3,224,224")
+        base = replace(base, shape=(sides[0], sides[1], sides[2]))
+    made = base if classes is None else replace(base, classes=classes)
+    if not 1 <= made.held(recipe) < made.train:
+        raise RecipeError(f"data.holdout is {recipe.data.holdout:g} of {made.train:,} images: nothing is left to train")
+    return made
+
+
+def _numbers(flag: str, text: str, like: str) -> list[int]:
+    if not re.fullmatch(r"\d+([,x]\d+)*", text):
+        raise RecipeError(f"{flag} {text!r}: write it like {like}")
+    return [int(number) for number in re.split("[,x]", text)]

@@ -1,0 +1,1 @@
+"""Where the runs of a comparison are done: in processes of this machine, or as jobs of a scheduler."""

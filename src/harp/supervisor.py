@@ -1,0 +1,134 @@
+"""Starting the processes of this machine, and seeing to it that they all end.
+
+    harp run RECIPE --devices 4             the command waits, four processes with its own command line do the work
+
+Signals go to all of them, once. When one ends too soon the others get a moment to notice and end by themselves, then
+they are ended; the command says what happened, and exits with a code that is not zero. Nothing is left behind: should
+this process be killed, those that it started end as well (see `harp.peers`).
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import FrameType
+
+from harp.errors import LOST, Lost
+from harp.placement import PORT, Place
+
+SUPERVISOR = "HARP_SUPERVISOR"  # the variable by which a process knows who started it
+
+_PATIENCE = 15.0  # seconds for the others once one has ended
+_FIRMLY = 5.0  # of these, how long before they are asked to
+_PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+
+def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None = None) -> int:
+    """Run this very command once for each device, and give the exit code that they come to.
+
+    `address` is the first machine's as HOST or HOST:PORT; among several machines each needs it.
+    """
+    host, _, port = (address or "127.0.0.1").partition(":")
+    number = int(port) if port else PORT if nodes > 1 else _free_port()
+    places = [
+        Place(node * devices + local, nodes * devices, local, devices, node, nodes, host, number)
+        for local in range(devices)
+    ]
+    command = [sys.executable, *sys.orig_argv[1:]]
+    children: list[subprocess.Popen[bytes]] = []
+    with _passing_on(children) as passed_on:
+        try:
+            for place in places:
+                environment = {**os.environ, **place.environment(), SUPERVISOR: str(os.getpid())}
+                # Groups of their own: the terminal's Ctrl-C is to reach each of them once, through here.
+                child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
+                children.append(child)
+            codes = _wait(children)
+        finally:
+            _end(children)
+    return _judge(codes, places, passed_on)
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
+    """Wait for all to end, from the first failure on with limited patience; the codes of those not asked to end."""
+    codes: dict[int, int] = {}
+    failed: float | None = None
+    asked = False
+    while None in [child.poll() for child in children]:
+        for local, child in enumerate(children):
+            if child.returncode is not None and not asked:
+                codes.setdefault(local, child.returncode)
+        if failed is None and any(codes.values()):
+            failed = time.monotonic()
+        late = 0.0 if failed is None else time.monotonic() - failed
+        if late > _FIRMLY and not asked:
+            asked = True  # who computes for itself does not notice, but can still save what it has
+            _send(children, signal.SIGTERM)
+        if late > _PATIENCE:
+            break
+        time.sleep(0.05)
+    return codes if asked else {local: child.returncode for local, child in enumerate(children)}
+
+
+def _judge(codes: Mapping[int, int], places: list[Place], passed_on: list[int]) -> int:
+    """The exit code of it all; raise `Lost` if a process was ended by something that it was not told of."""
+    told = {-number: 128 + number for number in passed_on}  # it had not begun to listen
+    failures = {local: told.get(code, code) for local, code in codes.items() if code}
+    killed = next((local for local, code in failures.items() if code < 0), None)
+    if killed is not None:
+        place, name = places[killed], signal.Signals(-failures[killed]).name
+        more = " (was the memory used up?)" if name == "SIGKILL" else ""
+        raise Lost(f"process {place.rank} of {place.world} was ended by {name}{more}, and so the others were ended too")
+    if failures and all(code == LOST for code in failures.values()):
+        raise Lost("another process of the run, not one of this machine's, ended or can't be reached")
+    orderly = {local: code for local, code in failures.items() if code != LOST}
+    return orderly.get(0, next(iter(orderly.values()), 0))
+
+
+@contextlib.contextmanager
+def _passing_on(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Pass signals on to the children, and pause together with them; what was passed on."""
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed_on.append(number)
+        _send(children, number)
+
+    def pause(number: int, frame: FrameType | None) -> None:
+        _send(children, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _send(children, signal.SIGCONT)
+
+    handlers = {getattr(signal, name): pass_on for name in _PASSED_ON} | {signal.SIGTSTP: pause}
+    heard = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    try:
+        yield passed_on
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _send(children: list[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        if child.poll() is None:
+            child.send_signal(number)
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs, with all that it has started."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    for child in children:
+        child.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,113 @@
+"""What two processes agree on, for `test_keeper`: each writes what it saw.
+
+keeper_job.py FOLDER RANK PORT
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harp.errors import DiskError, Diverged, Interrupted
+from harp.finite import Guard
+from harp.keeper import Keeper, Stop
+from harp.states import States
+
+
+class Fabric:
+    """As much of a fabric as is looked at."""
+
+    def __init__(self) -> None:
+        self.world_size, self.global_rank, self.device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
+        self.is_global_zero = self.global_rank == 0
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        found = [value]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"epoch": 0, "step": step, "x": torch.zeros(10)}
+
+
+def told(folder: Path, fabric: Fabric, stop: Stop, at: int, number: int | None) -> list[Any]:
+    """Steps until somebody is asked to stop: rank 1, at a step."""
+    keeper = Keeper(folder / "state.pt", stop, fabric=fabric)
+    with stop.on_signals():
+        for step in range(1, 100_000):
+            time.sleep(0.001)
+            if fabric.global_rank == 1 and step == at and number is not None:
+                os.kill(os.getpid(), number)
+            if keeper.due():
+                try:
+                    keeper.save(state(step))
+                except (Interrupted, DiskError) as error:
+                    return [type(error).__name__, str(error), getattr(error, "signal", None)]
+    return []
+
+
+def cost(folder: Path, fabric: Fabric) -> float:
+    """Seconds that asking costs a step of 10 ms, as a share of it."""
+    keeper, spent, steps = Keeper(folder / "state.pt", Stop(), fabric=fabric), 0.0, 150
+    for _ in range(steps):
+        time.sleep(0.01)
+        began = time.monotonic()
+        keeper.due()
+        spent += time.monotonic() - began
+    return spent / steps / 0.01
+
+
+def diverged(fabric: Fabric) -> list[str]:
+    """The loss of rank 1 alone is no number at the third step, the gradient of rank 0 alone at the fifth."""
+    found = []
+    for what in ("loss", "gradient"):
+        weight = torch.ones(3, requires_grad=True)
+        guard = Guard({"w": weight}, fabric)
+        try:
+            for step in range(1, 8):
+                bad = float("nan")
+                weight.grad = torch.full((3,), bad if (what, step, fabric.global_rank) == ("gradient", 5, 0) else 1.0)
+                guard.watch(bad if (what, step, fabric.global_rank) == ("loss", 3, 1) else 1.0, f"step {step}")
+                dist.barrier()  # the exchange of a step: who is alone in it waits for ever
+        except Diverged as error:
+            found.append(str(error))
+    return found
+
+
+def main() -> None:
+    """Everything, one after the other."""
+    folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    fabric = Fabric()
+    found: dict[str, Any] = {"cost": cost(folder / "cost", fabric)}
+    found["signal"] = told(folder / "signal", fabric, Stop(), 40, signal.SIGUSR1)
+    limit = Stop(0.02) if rank == 1 else Stop()  # clocks differ: the first whose time is over decides
+    found["time"] = told(folder / "time", fabric, limit, 0, None)
+    refused = folder / "refused"
+    if rank == 0:
+        refused.write_text("a file where a folder should be")
+    dist.barrier()
+    found["disk"] = told(refused, fabric, Stop(), 5, signal.SIGTERM)
+    if rank == 0:
+        states = States(folder / "damaged" / "state.pt")
+        for step in (1, 2):
+            states.save(state(step))
+        states.path.write_bytes(states.path.read_bytes()[:100])
+    dist.barrier()
+    loaded = Keeper(folder / "damaged" / "state.pt", Stop(), fabric=fabric).load()
+    found["loaded"] = None if loaded is None else loaded["step"]
+    found["diverged"] = diverged(fabric)
+    (folder / f"found.{rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""When a training is saved, when it is stopped, and what becomes of it while the disk takes nothing."""
+
+import errno
+import json
+import math
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harp import checkpoint, keeper, states
+from harp.errors import TIME_IS_UP, UNFINISHED, DiskError, Interrupted, RecipeError
+from harp.keeper import Keeper, Stop
+
+
+def state(epoch: int = 0, step: int = 1) -> dict[str, Any]:
+    return {"epoch": epoch, "step": step, "x": torch.zeros(50_000)}
+
+
+# ---------------------------------------------------------------- signals
+
+
+HEARD = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", HEARD)
+def test_signals_that_ask_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = Stop()
+    with stop.on_signals():
+        assert not Keeper(tmp_path / "state.pt", stop).due()
+        signal.raise_signal(number)
+        made = Keeper(tmp_path / "state.pt", stop)
+        assert made.due()
+        with pytest.raises(Interrupted, match="stopped in epoch 1, step 1; the state is saved") as caught:
+            made.save(state())
+    assert caught.value.code == (130 if number == signal.SIGINT else UNFINISHED)
+    assert caught.value.cause == ("Ctrl-C" if number == signal.SIGINT else number.name)
+    assert signal.getsignal(number) == before
+    assert checkpoint.load_state(tmp_path / "state.pt")["step"] == 1
+
+
+def test_others_are_left_alone() -> None:
+    left = [signal.SIGCONT, signal.SIGTSTP, signal.SIGCHLD, signal.SIGPIPE]
+    before = [signal.getsignal(number) for number in left]
+    with Stop().on_signals():
+        assert [signal.getsignal(number) for number in left] == before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = Stop()
+        with stop.on_signals():
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_preemption_that_is_announced_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler signals the job's steps, and the job's script passes its own on; then comes SIGTERM."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+    stop = Stop()
+    with stop.on_signals():
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert stop.signal == signal.SIGUSR1
+        assert not ended
+
+
+def test_only_a_second_ctrl_c_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
+    stop = Stop()
+    with stop.on_signals():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # the same one, which came two ways
+        assert not ended
+        stop._heard -= 1
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [signal.SIGINT]
+
+
+HANGUP = """
+import os, signal, sys, time
+from harp.keeper import Stop
+stop = Stop()
+with stop.on_signals():
+    open(sys.argv[1], "w").close()
+    while stop.signal is None:
+        time.sleep(0.01)
+    print("to nobody", flush=True)
+    open(sys.argv[1] + ".saved", "w").write(str(int(stop.signal)))
+"""
+
+
+def test_when_the_terminal_is_gone_printing_harms_nothing(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HANGUP, str(tmp_path / "ready")])
+    end = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert (tmp_path / "ready.saved").read_text() == str(int(signal.SIGHUP))
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_forked_process_leaves_it_to_its_parent() -> None:
+    stop = Stop()
+    with stop.on_signals():
+        child = os.fork()
+        if child == 0:
+            for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                signal.raise_signal(number)
+            if stop.signal is not None:
+                os._exit(1)
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(2)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
+
+
+# ---------------------------------------------------------------- time
+
+
+class Clock:
+    """A time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setattr(keeper, "time", made)
+    yield made
+
+
+def test_states_are_saved_every_few_minutes(tmp_path: Path, clock: Clock) -> None:
+    made = Keeper(tmp_path / "state.pt", Stop(), minutes=10)
+    for _ in range(10):
+        clock.now += 59
+        assert not made.due()
+    clock.now += 59
+    assert made.due()
+    made.save(state())
+    assert not made.due()
+
+
+@pytest.mark.parametrize(("step", "save", "limit"), [(0.1, 0.5, 60), (20, 30, 60), (1, 1, 600), (0.01, 0.01, 0.5)])
+def test_the_time_is_kept(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, step: float, save: float, limit: float
+) -> None:
+    """It ends before the time is over, whatever a step and a save take, and not much sooner."""
+    monkeypatch.setattr(states.States, "save", lambda self, content: clock.sleep(save))
+    stop = Stop(limit, began=clock.now - 1)
+    made = Keeper(tmp_path / "state.pt", stop, minutes=10)
+    end = clock.now - 1 + 60 * limit
+    with pytest.raises(Interrupted) as caught:
+        while True:
+            clock.now += step
+            if made.due():
+                made.save(state())
+    assert caught.value.signal == TIME_IS_UP
+    assert caught.value.code == UNFINISHED
+    assert caught.value.cause == "its time is over"
+    assert clock.now < end
+    assert clock.now > end - min(30, 0.1 * 60 * limit) - 4 * (step + save)
+
+
+def test_a_validation_that_would_not_fit_is_not_begun(tmp_path: Path, clock: Clock) -> None:
+    stop = Stop(60)
+    end = clock.now + 3600
+    made = Keeper(tmp_path / "state.pt", stop, minutes=10)
+    epochs = 0
+    with pytest.raises(Interrupted):
+        while True:
+            for step in range(10):
+                clock.now += 10
+                if made.due(step == 9):
+                    made.save(state(epochs, step + 1))
+            clock.now += 300  # validation
+            epochs += 1
+            made.save(state(epochs, 0))
+    assert clock.now < end
+    kept = checkpoint.load_state(tmp_path / "state.pt")
+    assert (kept["epoch"], kept["step"]) == (8, 10)  # all that there was time for
+
+
+def test_before_a_long_validation_the_epoch_is_saved(tmp_path: Path, clock: Clock) -> None:
+    made = Keeper(tmp_path / "state.pt", Stop(), minutes=1000)
+    clock.now += 60
+    assert made.due(last=True)  # nobody knows how long it will take
+    for validation, expected in ((1.0, False), (100.0, True)):
+        clock.now += validation
+        made.save(state(1, 0))
+        clock.now += 60
+        assert not made.due()
+        assert made.due(last=True) is expected
+
+
+def test_at_least_one_step_is_done(tmp_path: Path) -> None:
+    made = Keeper(tmp_path / "state.pt", Stop(1e-6))
+    assert made.load() is None  # nothing stops before it is asked
+    assert made.due()
+    with pytest.raises(RecipeError, match="0 minutes: give more than 0"):
+        Stop(0)
+    assert Stop().left() == math.inf
+
+
+# ---------------------------------------------------------------- a disk that takes nothing
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    if (
+        mount is None
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "harp", folder], capture_output=True).returncode
+    ):
+        pytest.skip("mounting is not allowed here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_while_the_disk_is_full_training_goes_on(
+    small_disk: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    made = Keeper(small_disk / "state.pt", Stop(), minutes=10)
+    made.save(state(0, 1))
+    (small_disk / "other").write_bytes(bytes(700_000))
+    made.save(state(0, 2))
+    assert checkpoint.load_state(small_disk / "state.pt")["step"] == 1
+    assert sorted(path.name for path in small_disk.iterdir()) == ["other", "state.pt"]
+    (line,) = caplog.messages
+    assert "state.pt: No space left on device (200.6 kB needed, " in line
+    assert "kB free); training goes on, trying again in 60 s at the soonest. Last state: " in line
+    assert "(epoch 1, step 1)" in line
+    assert not made.due()
+    clock.now += 61
+    assert made.due()  # sooner than usual
+    (small_disk / "other").unlink()
+    made.save(state(0, 3))
+    assert made.load()["step"] == 3  # type: ignore[index]
+
+
+def test_a_read_only_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = Keeper(small_disk / "state.pt", Stop())
+    made.save(state(0, 1))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    made.save(state(0, 2))
+    assert "Read-only file system; training goes on" in caplog.text
+    assert made.load()["step"] == 1  # type: ignore[index]
+
+
+def test_what_could_not_be_saved_is_said_at_the_end(small_disk: Path, clock: Clock) -> None:
+    stop = Stop()
+    made = Keeper(small_disk / "state.pt", stop)
+    made.save(state(0, 1))
+    (small_disk / "other").write_bytes(bytes(700_000))
+    stop.signal = signal.SIGTERM
+    with pytest.raises(
+        DiskError, match=r"^stopped in epoch 2, step 3, but the state is NOT saved: can't write .* No space"
+    ) as caught:
+        made.save(state(1, 3))
+    assert str(caught.value).endswith(f"the last one on disk: {small_disk / 'state.pt'} (epoch 1, step 1)")
+
+
+def test_room_that_comes_in_time(small_disk: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    made = Keeper(small_disk / "state.pt", stop)
+    (small_disk / "other").write_bytes(bytes(900_000))
+    stop.signal = signal.SIGTERM
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        (small_disk / "other").unlink()
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    with pytest.raises(Interrupted):
+        made.save(state(1, 3))
+    assert checkpoint.load_state(small_disk / "state.pt")["step"] == 3
+
+
+def test_results_are_waited_for(clock: Clock) -> None:
+    tries: list[float] = []
+
+    def write(full: bool = True) -> None:
+        tries.append(clock.now)
+        if len(tries) < 8:
+            raise DiskError("no", full=full)
+
+    keeper.insist(write)
+    assert len(tries) == 8
+    assert clock.now - tries[0] > 60
+    tries.clear()
+    with pytest.raises(DiskError):
+        keeper.insist(write, patience=20)
+    assert len(tries) == 5
+    stop = Stop()
+    stop.signal = 15
+    tries.clear()
+    with pytest.raises(DiskError):
+        keeper.insist(write, stop=stop)
+    assert len(tries) == 1
+    tries.clear()
+    with pytest.raises(DiskError):  # a disk that can't be written to will not come to it by waiting
+        keeper.insist(lambda: write(full=False))
+    assert len(tries) == 1
+
+
+def test_what_is_wrong_with_the_state_is_no_matter_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(checkpoint.CheckpointError, match="is a function"):
+        Keeper(tmp_path / "state.pt", Stop()).save({**state(), "x": lambda: 0})
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
+def test_a_system_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Keeper(tmp_path / "state.pt", Stop())
+    made.save(state(0, 1))
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        made.save(state(0, 2))
+    assert os.strerror(number) in caplog.text
+    assert made.load()["step"] == 1  # type: ignore[index]
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two processes saw."""
+    folder = tmp_path_factory.mktemp("pair")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "tests.keeper_job", str(folder)]
+    root = Path(__file__).parent.parent
+    both = [subprocess.Popen([*words, str(rank), str(port)], cwd=root, stderr=subprocess.PIPE) for rank in range(2)]
+    errors = [process.communicate(timeout=120)[1].decode() for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(2)]
+
+
+def test_a_signal_that_reaches_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["signal"] == pair[1]["signal"]
+    kind, text, number = pair[0]["signal"]
+    assert kind == "Interrupted" and number == signal.SIGUSR1
+    assert "the state is saved" in text
+
+
+def test_the_first_whose_time_is_over_decides(pair: list[dict[str, Any]]) -> None:
+    assert pair[0]["time"] == pair[1]["time"]
+    assert pair[0]["time"][::2] == ["Interrupted", TIME_IS_UP]
+
+
+def test_all_know_that_the_state_could_not_be_written(pair: list[dict[str, Any]]) -> None:
+    assert [found["disk"][0] for found in pair] == ["DiskError", "DiskError"]
+    assert all("the state is NOT saved" in found["disk"][1] for found in pair)
+
+
+def test_all_go_on_from_the_same_state(pair: list[dict[str, Any]]) -> None:
+    assert [found["loaded"] for found in pair] == [1, 1]
+
+
+def test_what_is_not_finite_in_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
+    loss, gradient = zip(*(found["diverged"] for found in pair), strict=True)
+    assert loss[0].startswith("the loss of another process became NaN in step 3")
+    assert loss[1].startswith("the loss became nan in step 3")
+    assert gradient[0] == gradient[1] and gradient[0].startswith("the gradient of w became NaN or infinite in step 5")
+
+
+def test_agreeing_is_not_felt(pair: list[dict[str, Any]]) -> None:
+    assert max(found["cost"] for found in pair) < 0.3  # of 10 ms, on a machine that may be busy; else about 0.01

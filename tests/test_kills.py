@@ -1,0 +1,14 @@
+"""Twenty kills of a run of two processes: nothing is lost beyond the last state, and the end is the same to the bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.kills import torture
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills(tmp_path: Path) -> None:
+    facts = torture(tmp_path, 20)
+    assert facts["same bits"] and facts["kills"] == 20

@@ -1,0 +1,209 @@
+"""Recipes on streamed images: runs equal those from memory, go on where they stopped, and tell of damaged images."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from harp import assess, checkpoint, evaluate, readable, recipe
+from harp.audit import Audit
+from harp.data import DataSet, load
+from harp.display import Quiet
+from harp.errors import DataError, Interrupted, RecipeError
+from harp.run import Run
+from harp.streamed import Streamed
+from tests.conftest import Harp
+from tests.pictures import encoded, fill
+from tests.test_streaming import damage
+
+pytest.importorskip("PIL.Image")
+
+RECIPE: dict[str, Any] = {
+    "name": "streamed",
+    "data": {"name": "folder", "size": 8, "batch": 6, "holdout": 6, "pad": 1},
+    "model": "tinynet",
+    "objective": {"name": "pgd", "epsilon": 0.05, "steps": 1},
+    "stages": [
+        {"name": "pretrain", "pruner": "dense", "epochs": 1},
+        {"name": "prune", "pruner": {"name": "hydra", "keep": 0.2}, "epochs": 2},
+    ],
+    "evaluate": {"attacks": ["pgd-2"]},
+}
+
+
+def changed(**changes: Any) -> recipe.Recipe:
+    return recipe.parse({**RECIPE, "data": {**RECIPE["data"], **changes}})
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(readable, "_known", {})
+    return tmp_path / "cache"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load_tensors(folder / "model.safetensors")[0]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_is_the_same_from_memory_and_streamed(tmp_path: Path) -> None:
+    fill(tmp_path / "pictures")
+    held = Run(changed(), tmp_path / "a", data_dir=tmp_path / "pictures").execute()
+    for workers in (0, 1):
+        lazy = Run(changed(stream=True), tmp_path / f"b{workers}", data_dir=tmp_path / "pictures", workers=workers)
+        assert isinstance(lazy.train.images, Streamed)
+        found = lazy.execute()
+        assert same(weights(held.folder), weights(found.folder))
+        assert [each["value"] for each in found.results] == [each["value"] for each in held.results]
+
+
+class Impatient(Quiet):
+    """Ask to stop at a step."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.run = at, None
+
+    def step(self, record: Any) -> None:
+        self.at -= 1
+        if self.at == 0:
+            self.run.stop.signal = 15
+
+
+def test_a_streamed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    fill(tmp_path / "pictures")
+    damage(tmp_path / "pictures")
+    made = changed(crop="resized", corrupt=20)
+    straight = Run(made, tmp_path / "a", data_dir=tmp_path / "pictures", workers=0)
+    expected = weights(straight.execute().folder)
+    at = 2
+    while True:
+        display = Impatient(at)
+        work = Run(made, tmp_path / "b", data_dir=tmp_path / "pictures", workers=at % 2, display=display)
+        display.run = work
+        try:
+            outcome = work.execute()
+            break
+        except Interrupted:
+            at = 7 - at
+    assert same(weights(outcome.folder), expected)
+    folders = [*_stages(straight), *_stages(work)]
+    told = [(folder / "corrupt.txt").read_text().splitlines() for folder in folders]
+    assert told and all(line.count("can't be decoded") == 1 for lines in told for line in lines)
+    assert all(len(lines) == len(set(lines)) for lines in told)
+
+
+def _stages(run: Run) -> list[Path]:
+    return [run.stage_folder(number) for number in range(2)]
+
+
+def test_options_of_where_images_are_change_no_identity() -> None:
+    same_results = [changed(), changed(stream=True), changed(corrupt=0.5), changed(stream=False)]
+    assert len({each.identity(2, "data") for each in same_results}) == 1
+    others = [changed(crop="resized"), changed(crop="resized", margin=1.0), changed(pad=2)]
+    assert len({each.identity(2, "data") for each in [*others, changed()]}) == 4
+    with pytest.raises(RecipeError, match="leave out stream: false"):
+        changed(crop="resized", stream=False)
+    with pytest.raises(RecipeError, match="crop"):
+        changed(crop="random")
+
+
+# --- damaged test images
+
+
+class Flat(nn.Module):
+    """A network for images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9.0).view(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean((2, 3)) @ self.weight
+
+
+def spoilt(root: Path) -> DataSet:
+    fill(root, 6, 12)
+    (root / "test/class1/004.jpg").write_bytes(b"")
+    (root / "test/class2/005.png").write_bytes(encoded(1, kind="PNG")[:90])
+    return load("folder", root, 8, stream=True)
+
+
+def test_undecodable_test_images_are_left_out_and_counted(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = spoilt(tmp_path / "pictures")
+    found, outcome = assess.measure(Flat(), data, "natural", None, examples=None, seed=0)
+    assert (found["n"], found["undecodable"], len(outcome.right)) == (10, 2, 10)
+    assert "2 of 12 images can't be decoded and are left out; the first: " in caplog.text
+    good = [row for row in range(12) if row not in (5, 9)]
+    kept = replace(data, test=data.test.select(good))
+    clean, _ = assess.measure(Flat(), kept, "natural", None, examples=None, seed=0)
+    assert "undecodable" not in clean and clean["correct"] == found["correct"]
+    part, _ = assess.measure(Flat(), data, "natural", None, examples=7, seed=1)
+    chosen = evaluate.subset(12, 7, 1).tolist()
+    assert part["n"] == sum(row in good for row in chosen)
+    # The verdict is remembered: nothing is decoded again but what was damaged, which somebody may have mended.
+    looked: list[int] = []
+    real = readable._failures
+    monkeypatch.setattr(
+        readable, "_failures", lambda images, rows, *rest: looked.extend(rows.tolist()) or real(images, rows, *rest)
+    )
+    monkeypatch.setattr(readable, "_known", {})
+    assert readable.readable(data.test).positions.tolist() == good
+    assert looked == [5, 9]
+    path = next(cache.rglob("readable/*.json"))
+    for damaged in ("", "{}", '{"images": 12, "undecodable": [99]}', '{"images": 12, "undecodable": null}'):
+        for file in path.parent.glob("*.json"):
+            file.write_text(damaged)
+        monkeypatch.setattr(readable, "_known", {})
+        assert readable.readable(data.test).positions.tolist() == good
+    assert json.loads(path.read_text())["images"] in (12, 7, 10)
+
+
+def test_mended_images_count_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = spoilt(tmp_path / "pictures")
+    assert len(readable.readable(data.test, workers=1).split) == 10
+    (tmp_path / "pictures/test/class1/004.jpg").write_bytes(encoded(1))
+    monkeypatch.setattr(readable, "_known", {})
+    assert len(readable.readable(data.test).split) == 11
+
+
+def test_an_audit_knows_which_images_it_has(tmp_path: Path) -> None:
+    data = spoilt(tmp_path / "pictures")
+    audit = Audit(assess.Subject(Flat(), data), None)
+    assert audit.chosen.tolist() == [row for row in range(12) if row not in (5, 9)]
+    assert audit.natural()["n"] == 10
+    for file in (tmp_path / "pictures/test").rglob("*.*"):
+        file.write_bytes(b"")
+    with pytest.raises(DataError, match="none of 12 images can be decoded"):
+        Audit(assess.Subject(Flat(), load("folder", tmp_path / "pictures", 8, stream=True)), None)
+
+
+def test_images_in_memory_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    digits = load("digits")
+    with caplog.at_level(logging.DEBUG, "harp"):
+        found = readable.readable(digits.test)
+    assert found.split is digits.test and len(found.positions) == 500 and not caplog.records
+
+
+def test_the_command_takes_workers(harp: Harp, tmp_path: Path) -> None:
+    fill(tmp_path / "pictures")
+    content = {**RECIPE, "data": {**RECIPE["data"], "stream": True}, "stages": RECIPE["stages"][:1]}
+    Path("r.yaml").write_text(yaml.safe_dump(content))
+    code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--workers", "1")
+    assert code == 0, err
+    code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--set", "seed=1", "--workers", "-1")
+    assert code == 2 and "workers -1, expected 0 or more" in err
+    (folder,) = Path("runs").glob("streamed-*")
+    code, _, err = harp("evaluate", str(folder), "--data-dir", "pictures", "--attack", "pgd-2")
+    assert code == 0, err

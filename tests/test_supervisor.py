@@ -1,0 +1,127 @@
+"""The processes of a machine start, get signals once, and all end, whichever of them dies how."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harp.errors import LOST
+
+# Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {source!r})
+from harp import placement, supervisor
+from harp.errors import Lost
+
+supervisor._FIRMLY, supervisor._PATIENCE = 0.3, 0.8
+place = placement.here()
+if place is None:
+    try:
+        sys.exit(supervisor.supervise(3, nodes={nodes}, address={address!r}))
+    except Lost as lost:
+        print(lost)
+        sys.exit({lost})
+rank = place.rank
+def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines of others do not get into it
+
+tell("rank", rank, "of", place.world, "pid", os.getpid())
+{body}
+"""
+SOURCE = str(Path(__file__).parent.parent / "src")
+HEARD = """
+heard = []
+signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+tell("ready")
+while not heard: time.sleep(0.01)
+time.sleep(0.3)
+tell("heard", len(heard))
+sys.exit(75)
+"""
+
+
+def start(folder: Path, body: str, nodes: int = 1, address: str | None = None) -> subprocess.Popen[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(source=SOURCE, body=body, lost=LOST, nodes=nodes, address=address))
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+
+
+def pids(output: str) -> list[int]:
+    return [int(line.split()[-1]) for line in output.splitlines() if line.startswith("rank")]
+
+
+def gone(numbers: list[int], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while any(os.path.exists(f"/proc/{pid}") for pid in numbers) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(os.path.exists(f"/proc/{pid}") for pid in numbers)
+
+
+def test_all_run_and_the_code_is_theirs(tmp_path: Path) -> None:
+    process = start(tmp_path, "")
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert sorted(line.split()[:4] for line in out.splitlines()) == [["rank", str(r), "of", "3"] for r in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", LOST, "process 1 of 3 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)", LOST, "process 0 of 3 was ended by SIGKILL"),
+        ("sys.exit(2) if rank == 2 else time.sleep(60)", 2, ""),
+        (f"sys.exit(2) if rank == 2 else sys.exit({LOST})", 2, ""),
+        (f"sys.exit({LOST})", LOST, "not one of this machine's"),
+        ("sys.exit(75 if rank == 0 else 0)", 75, ""),
+    ],
+)
+def test_one_that_dies_ends_all(tmp_path: Path, body: str, code: int, words: str) -> None:
+    began = time.monotonic()
+    process = start(tmp_path, body)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == code and words in out
+    assert time.monotonic() - began < 15
+    assert len(pids(out)) == 3 and gone(pids(out))
+
+
+def test_who_ignores_it_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    lines = ["import subprocess", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
+    lines += ["child = subprocess.Popen(['sleep', '61'])", "tell('rank', child.pid)"]
+    process = start(tmp_path, "\n".join([*lines, "time.sleep(0.5)", "sys.exit(1) if rank == 0 else time.sleep(60)"]))
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert len(pids(out)) == 6 and gone(pids(out))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_process_once(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, HEARD)
+    assert process.stdout is not None
+    ready = 0
+    while ready < 3:
+        ready += process.stdout.readline().startswith("ready")
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert out.splitlines().count("heard 1") == 3
+
+
+def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:
+    process = start(tmp_path, "tell('ready'); time.sleep(60)")
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(6)]
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert gone(pids("".join(lines) + out))
+
+
+def test_several_machines_share_an_address(tmp_path: Path) -> None:
+    body = "tell('at', place.address, place.port, place.world, place.nodes)"
+    out, _ = start(tmp_path, body, nodes=2, address="10.0.0.7:1234").communicate(timeout=30)
+    assert out.splitlines().count("at 10.0.0.7 1234 6 2") == 3
