@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-ABI = 6
-PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS = range(7)
+ABI = 7
+PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW = range(9)
 LINEAR, RELU, LEAKY, CLIP = range(4)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
+MOST_TOGETHER = 4  # groups of images that a thread computes side by side; engine.cpp allows for eight
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _BUILT = Path(__file__).with_name(f"_native{_SUFFIX}")
@@ -49,6 +50,7 @@ class Step(Structure):
         ("kept", c_int64),
         ("maskrow", c_int64),
         ("size", c_int64 * 14),
+        ("joint", c_int64),
     )
 
 
@@ -61,6 +63,10 @@ class Program(Structure):
         ("lanes", c_int64),
         ("arena", c_void_p),
         ("arena_size", c_int64),
+        ("together", c_int64),
+        ("scratch", c_void_p),
+        ("scratch_size", c_int64),
+        ("worth", c_int64),
         ("input", c_int64),
         ("more", c_int64),
         ("output", c_int64),

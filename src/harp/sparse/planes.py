@@ -34,9 +34,18 @@ class Plane:
             return self.vector
         return (-(-floats // _LINE) | 1) * _LINE
 
+    @property
+    def _by_rows(self) -> bool:
+        return self.lanes > 1 and self.width >= _ROWS_FROM and self.pitch > self.width
+
+    @property
+    def row_of_mask(self) -> int:
+        """Vectors from one row to the next, as runs count them; several images in a vector."""
+        return self.width if self._by_rows else self.pitch
+
     def runs(self, widest: int) -> npt.NDArray[np.int32]:
         """Pairs of a start, in floats from the first pixel, and a number of vectors."""
-        rows = self.lanes > 1 and self.width >= _ROWS_FROM and self.pitch > self.width
+        rows = self._by_rows
         starts = np.arange(self.height if rows else 1) * self.pitch * self.lanes
         vectors = -(-(self.width if rows else (self.height - 1) * self.pitch + self.width) * self.lanes // self.vector)
         pieces = -(-vectors // widest)

@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harp.sparse import native, taps
+from harp.sparse import native, taps, ways
 from harp.sparse.layouts import layouts
 from harp.sparse.liveness import Flags, liveness
 from harp.sparse.lowering import Activation, Concat, Flatten, MaxPool, Operation, Product, Split, Stage, Value, read
 from harp.sparse.matrices import Matrix, matrices, matrix_of
 from harp.sparse.planes import Plane
 from harp.sparse.taps import Floats
+from harp.sparse.ways import Dense
 
 _LINE = 16  # floats of a cache line
+_WORTH = 1e8  # multiplications of a group from which on threads share it: some milliseconds, as waiting takes time
 
 
 @dataclass(eq=False)
@@ -54,11 +56,12 @@ class Builder:
         self.steps: list[native.Step] = []
         self.alive: list[Any] = []
         self.free: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        self.arena = self.kept = 0
+        self.arena = self.kept = self.scratch = self.work = 0
+        self.together = 1
         self.masks: dict[Value | MaxPool, tuple[int, int]] = {}
         self.learned = np.zeros(0, np.int64)  # where the gradient of each tap's weight is
         # What is filled in anew when weights change: which taps of a product are in a matrix, which rows in a bias.
-        self.matrices: list[tuple[Product, npt.NDArray[np.int64] | None, Matrix]] = []
+        self.matrices: list[tuple[Product, npt.NDArray[np.int64] | None, Matrix | Dense]] = []
         self.biases: list[tuple[Product, npt.NDArray[np.int32], Floats]] = []
 
     def refill(self) -> None:
@@ -69,12 +72,15 @@ class Builder:
             assert product.bias is not None
             bias[:] = product.bias[rows]
 
-    def memory(self, threads: int) -> int:
-        """The address of an arena for each thread; what no step writes to is zero."""
+    def memory(self, threads: int) -> tuple[int, int]:
+        """The addresses of the arenas of each thread, where what no step writes to is zero, and of its scratch."""
         slack = int(self.kernels.widest[0] * self.kernels.lanes) + _LINE  # runs may read past the last plane
         self.arena = -(-(self.arena + slack) // _LINE) * _LINE
-        arena = np.zeros(self.arena * threads + _LINE, np.float32)
-        return -(-self._array(arena) // (4 * _LINE)) * 4 * _LINE
+        self.scratch = -(-self.scratch // _LINE) * _LINE
+        return self._zeros(self.arena * threads * self.together), self._zeros(self.scratch * threads)
+
+    def _zeros(self, count: int) -> int:
+        return -(-self._array(np.zeros(count + _LINE, np.float32)) // (4 * _LINE)) * 4 * _LINE
 
     def forward(self) -> list[native.Step]:
         """The steps from the inputs to the outputs."""
@@ -284,16 +290,58 @@ class Builder:
         if back:  # a gradient that was not computed must not be read
             alive &= self.live.needed[product.y][each.plane]
         place = np.flatnonzero(rows).astype(np.int32)
-        chosen = np.flatnonzero(alive)
-        narrow = replace(each.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[each.row[chosen]])
-        for first, matrix, some in matrices(narrow, x.plane):
-            part = place[first : first + matrix.rows * matrix.block]
-            steps = self._product(matrix, part, x, y, summand)
+        chosen = None if rows.all() and alive.all() else np.flatnonzero(alive)
+        if chosen is None:
+            fewer = each
+        else:
+            fewer = replace(each.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[each.row[chosen]])
+        found: list[tuple[int, Matrix | Dense, npt.NDArray[np.int64] | None]] = []
+        dense = ways.dense(fewer, x.plane, y.plane)
+        if dense is not None:
+            found.append((0, dense, None))
+        else:
+            found += matrices(fewer, x.plane)
+        for first, matrix, some in found:
+            if isinstance(matrix, Matrix):
+                part = place[first : first + matrix.rows * matrix.block]
+                steps = self._product(matrix, part, x, y, summand)
+                begin, end = steps[0], steps[-1]
+            else:
+                part = place
+                begin, end = self._dense(matrix, part, x, y, summand)
             if not back and product.bias is not None:
-                steps[0].bias = self._array(bias := np.ascontiguousarray(product.bias[part]))
+                begin.bias = self._array(bias := np.ascontiguousarray(product.bias[part]))
                 self.biases.append((product, part, bias))
-            self._finish(steps[-1], activation, mask, product.x if back else product.y)
-            self.matrices.append((product, chosen if some is None else chosen[some], matrix))
+            self._finish(end, activation, mask, product.x if back else product.y)
+            if some is not None and chosen is not None:
+                some = chosen[some]
+            self.matrices.append((product, chosen if some is None else some, matrix))
+
+    def _dense(
+        self, matrix: Dense, place: npt.NDArray[np.int32], x: Region, y: Region, summand: Region | None
+    ) -> tuple[native.Step, native.Step]:
+        """The steps of a dense matrix: the first begins the sums, the last ends them."""
+        first = last = self._step(matrix.op, x, y, place, matrix.sizes(y.plane))
+        first.tap, first.weight = self._array(matrix.tap), self._array(matrix.weight)
+        if matrix.joint(y.plane):
+            first.joint, self.together = 1, native.MOST_TOGETHER
+        self.scratch = max(self.scratch, matrix.scratch(y.plane))
+        self.work += len(matrix.slot) * y.plane.height * y.plane.width * self.lanes
+        if self.lanes == 1:
+            last = self._ending(place, y)
+        if summand is not None:
+            last.r = summand.at + summand.plane.first
+        return first, last
+
+    def _ending(self, place: npt.NDArray[np.int32], y: Region) -> native.Step:
+        """A step without taps that ends sums which another step has stored."""
+        step = self._step(native.PRODUCT, y, y, place)
+        runs = y.plane.runs(self.kernels.widest[0])
+        step.runs, step.run, step.goes_on = len(runs), self._array(runs), 1
+        step.start = step.stop = self._array(np.zeros(len(place), np.int32))
+        zeros = y.plane.zeros()
+        step.zeros, step.zero = len(zeros), self._array(zeros)
+        return step
 
     def _copy(
         self, rows: Flags, x: Region, y: Region, summand: Region | None = None, value: Value | None = None
@@ -313,6 +361,7 @@ class Builder:
         """The steps of a matrix, one for each of its parts; the last one ends the sums."""
         runs = self._array(pairs := y.plane.runs(self.kernels.widest[matrix.block - 1]))
         bounds, tap, weight = map(self._array, (matrix.bounds, matrix.tap, matrix.weight))
+        self.work += len(matrix.weight) * y.plane.height * y.plane.width * self.lanes
         steps = []
         for part in range(len(matrix.bounds) - 1):
             step = self._step(native.PRODUCT, x, y, place)
@@ -457,15 +506,19 @@ def _window(pool: MaxPool, output: Plane, given: Plane) -> tuple[int, ...]:
     return (*sizes, output.pitch, given.pitch)
 
 
-def finished(builder: Builder, steps: list[native.Step], arena: int, sizes: tuple[int, int, int]) -> Code:
+def finished(builder: Builder, steps: list[native.Step], memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
     """Steps as a program over an arena; `sizes` are floats of a group's input, of what else is given, of its output."""
     array = (native.Step * max(1, len(steps)))(*steps)
     program = native.Program(
         steps=ctypes.cast(array, ctypes.POINTER(native.Step)),
         count=len(steps),
         lanes=builder.lanes,
-        arena=arena,
+        arena=memory[0],
         arena_size=builder.arena,
+        together=builder.together,
+        scratch=memory[1],
+        scratch_size=builder.scratch,
+        worth=builder.work >= _WORTH,
         input=sizes[0],
         more=sizes[1],
         output=sizes[2],

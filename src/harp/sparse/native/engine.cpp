@@ -1,6 +1,7 @@
 // Runs programs: which kernels this CPU has, and which thread computes which images.
 #include "engine.h"
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #if HARP_X86
@@ -39,7 +40,7 @@ static const Kernels *best() {
   return &harp_kernels_baseline;
 }
 
-API int64_t harp_abi(void) { return 6; }
+API int64_t harp_abi(void) { return 7; }
 
 // The kernels of a name; the best for this CPU without one; null if there are none, or the CPU can't run them.
 API const Kernels *harp_kernels(const char *name) {
@@ -59,46 +60,126 @@ API const Kernels *harp_kernels(const char *name) {
 }
 
 namespace {
+constexpr int64_t MOST = 256, MOST_TOGETHER = 8;
+
 struct Work {
   const Kernels *kernels;
   const Program *program;
   Outside first;
-  int64_t groups;
-  int64_t next;  // the group that nobody has begun, shared by the threads
+  // Threads take chunks of groups on their own, large ones, then smaller ones; the groups that are left they compute
+  // together, each its share of every step.
+  int64_t large, large_size, small, small_size, left;
+  int64_t next;               // the chunk that nobody has begun
+  int64_t threads;            // 0 as long as it is not known how many there are
+  int64_t arrived, round;     // of the threads that wait for each other
 };
 struct Worker {
   Work *work;
-  float *arena;
+  int64_t number;
 };
 } // namespace
+
+static int64_t shared(const int64_t *number) { return __atomic_load_n(number, __ATOMIC_ACQUIRE); }
+
+static void pause_shortly(int64_t times) {
+  if (times > 2000) {
+    sched_yield();
+    return;
+  }
+#if HARP_X86
+  __builtin_ia32_pause();
+#endif
+}
+
+// Wait until all threads have come here.
+static void meet(Work *work) {
+  const int64_t round = shared(&work->round);
+  if (__atomic_add_fetch(&work->arrived, 1, __ATOMIC_ACQ_REL) == work->threads) {
+    __atomic_store_n(&work->arrived, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&work->round, round + 1, __ATOMIC_RELEASE);
+    return;
+  }
+  for (int64_t i = 0; shared(&work->round) == round; i++) pause_shortly(i);
+}
+
+static Group group_of(const Work *work, int64_t group, int64_t arena) {
+  const Program *p = work->program;
+  const Outside &first = work->first;
+  return {p->arena + arena * p->arena_size,
+          {first.in + group * p->input, first.more ? first.more + group * p->more : nullptr,
+           first.out ? first.out + group * p->output : nullptr, first.kept ? first.kept + group * p->kept : nullptr}};
+}
+
+// All steps for some groups; steps that are not joint for one group after the other, as long as their numbers are near.
+static void alone(const Work *work, int64_t number, int64_t from, int64_t count) {
+  const Program *p = work->program;
+  float *scratch = p->scratch + number * p->scratch_size;
+  Group groups[MOST_TOGETHER];
+  for (int64_t i = 0; i < count; i++) groups[i] = group_of(work, from + i, number * p->together + i);
+  for (int64_t i = 0; i < p->count;) {
+    int64_t end = i;
+    while (end < p->count && !p->steps[end].joint) end++;
+    for (int64_t group = 0; group < count; group++)
+      for (int64_t k = i; k < end; k++) work->kernels->step(&p->steps[k], &groups[group], 1, scratch, p->lanes, 0, 1);
+    if (end < p->count) work->kernels->step(&p->steps[end++], groups, count, scratch, p->lanes, 0, 1);
+    i = end;
+  }
+}
 
 static void *labour(void *pointer) {
   const Worker *worker = (const Worker *)pointer;
   Work *work = worker->work;
   const Program *p = work->program;
+  for (int64_t i = 0; !shared(&work->threads); i++) pause_shortly(i);
+  const int64_t threads = work->threads, number = worker->number;
   for (;;) {
-    const int64_t group = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
-    if (group >= work->groups) return nullptr;
-    const Outside &first = work->first;
-    const Outside outside = {first.in + group * p->input, first.more ? first.more + group * p->more : nullptr,
-                             first.out ? first.out + group * p->output : nullptr,
-                             first.kept ? first.kept + group * p->kept : nullptr};
-    for (int64_t i = 0; i < p->count; i++) work->kernels->step(&p->steps[i], worker->arena, &outside, p->lanes);
+    const int64_t chunk = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED);
+    if (chunk >= work->large + work->small) break;
+    const int64_t after = chunk - work->large;
+    if (after < 0)
+      alone(work, number, chunk * work->large_size, work->large_size);
+    else
+      alone(work, number, work->large * work->large_size + after * work->small_size, work->small_size);
   }
+  const int64_t done = work->large * work->large_size + work->small * work->small_size;
+  float *scratch = p->scratch + number * p->scratch_size;
+  for (int64_t i = 0; i < work->left; i++) {
+    const Group group = group_of(work, done + i, 0);
+    if (threads > 1) meet(work);  // arenas are free only now
+    for (int64_t k = 0; k < p->count; k++) {
+      work->kernels->step(&p->steps[k], &group, 1, scratch, p->lanes, number, threads);
+      if (threads > 1) meet(work);
+    }
+  }
+  return nullptr;
 }
 
-// Compute groups of images with at most so many threads; each needs an arena of its own.
+// Compute groups of images with at most so many threads; each needs arenas of its own.
 API void harp_run(const Kernels *kernels, const Program *program, const float *in, const float *more, float *out,
                   uint8_t *kept, int64_t groups, int64_t threads) {
-  Work work = {kernels, program, {in, more, out, kept}, groups, 0};
-  constexpr int64_t MOST = 256;
+  Work work = {kernels, program, {in, more, out, kept}, 0, 1, 0, 1, 0, 0, 0, 0, 0};
   Worker workers[MOST];
   pthread_t others[MOST];
-  threads = threads < 1 ? 1 : threads > MOST ? MOST : threads > groups ? groups : threads;
+  threads = threads < 1 ? 1 : threads > MOST ? MOST : threads;
+  if (!program->worth && threads > groups) threads = groups < 1 ? 1 : groups;
   int64_t started = 1;
-  for (int64_t t = 0; t < threads; t++) workers[t] = {&work, program->arena + t * program->arena_size};
+  for (int64_t t = 0; t < threads; t++) workers[t] = {&work, t};
   for (; started < threads; started++)
     if (pthread_create(&others[started], nullptr, labour, &workers[started])) break;  // fewer will do
+  const int64_t together = program->together > MOST_TOGETHER ? MOST_TOGETHER : program->together;
+  const int64_t two = groups / (2 * started);  // chunks for each at least, as threads are not equally fast
+  work.large_size = two < 1 ? 1 : two < together ? two : together;
+  work.large = groups / work.large_size / started * started;
+  int64_t left = groups - work.large * work.large_size;
+  work.small_size = left / started;
+  work.small = work.small_size ? started : 0;
+  left -= work.small * work.small_size;
+  if (program->worth) {
+    work.left = left;
+  } else if (left) {  // one by one
+    work.small = groups - work.large * work.large_size, work.small_size = 1;
+  }
+  __atomic_store_n(&work.threads, started, __ATOMIC_RELEASE);
   labour(&workers[0]);
   for (int64_t t = 1; t < started; t++) pthread_join(others[t], nullptr);
 }

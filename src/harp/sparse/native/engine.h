@@ -6,7 +6,7 @@
 #pragma once
 #include <stdint.h>
 
-enum Op : int64_t { PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS };
+enum Op : int64_t { PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW };
 enum Activation : int64_t { LINEAR, RELU, LEAKY, CLIP };
 enum Mask : int64_t { NO_MASK, WRITE_MASK, APPLY_MASK };
 
@@ -28,15 +28,20 @@ struct Step {
   int64_t activation;
   float low, high;              // of CLIP; `low` is the slope of LEAKY
   int64_t mask, kept, maskrow;  // Mask; where its bits begin in the memory that is kept, bytes of a row
-  int64_t size[14];             // MOVE, pooling, PACK, UNPACK: see there
+  int64_t size[14];             // MOVE, pooling, PACK, UNPACK, WINOGRAD, NARROW: see there
+  int64_t joint;                // whether all groups of a thread are computed in one go
 };
 
 struct Program {
   const Step *steps;
   int64_t count;
   int64_t lanes;                // images that are computed together
-  float *arena;                 // one for each thread, zero where no step writes
+  float *arena;                 // `together` for each thread, zero where no step writes
   int64_t arena_size;           // in floats
+  int64_t together;             // groups that a thread computes side by side, where steps are joint
+  float *scratch;               // memory within a step, for each thread
+  int64_t scratch_size;         // in floats
+  int64_t worth;                // whether a group is worth the work of several threads
   int64_t input, more, output;  // floats of a group of images, of what else is given, of the answers
   int64_t kept;                 // bytes of a group that stay for later
 };
@@ -48,9 +53,16 @@ struct Outside {
   uint8_t *kept;
 };
 
+// A group of images: its arena, and its part of what is outside.
+struct Group {
+  float *arena;
+  Outside outside;
+};
+
 struct Kernels {
   const char *name;
   int64_t lanes, word;          // floats of a vector; bytes of its mask
   int64_t widest[4];            // vectors of a run, for blocks of one to four rows
-  void (*step)(const Step *, float *arena, const Outside *, int64_t lanes);
+  // Several threads may share a step: each computes its share of it.
+  void (*step)(const Step *, const Group *, int64_t groups, float *scratch, int64_t lanes, int64_t share, int64_t shares);
 };

@@ -1,77 +1,39 @@
 // The steps of a program, for one instruction set: compiled once for each, with -DISA=name.
 //
 // Every number is the sum of its products in the order of its taps, each fused into the sum where the CPU can. So
-// neither the width of a run, nor the block, nor the number of images or threads changes a bit of it.
-#include "engine.h"
-#include <string.h>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+// neither the width of a run, nor the block, nor the number of images or threads changes a bit of it. Winograd's tiles have
+// an order of their own, which does not depend on those either.
+#include "narrow.h"
+#include "winograd.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int VL = 16, WIDEST[] = {12, 8, 6, 6};
-typedef uint16_t Word;
-#elif defined(__AVX2__)
-constexpr int VL = 8, WIDEST[] = {12, 4, 3, 3};
-typedef uint8_t Word;
-#else
-constexpr int VL = 4, WIDEST[] = {12, 4, 3, 3};
-typedef uint8_t Word;
-#endif
-// WIDEST: vectors of a run that the registers hold, for blocks of one to four rows.
+// The rows that a thread computes of those of a step.
+struct Share {
+  long first, last;
+  Share(long rows, long share, long shares) : first(rows * share / shares), last(rows * (share + 1) / shares) {}
+};
 
-typedef float Vec __attribute__((vector_size(VL * 4)));
-typedef int32_t Ints __attribute__((vector_size(VL * 4)));
-typedef float Loose __attribute__((vector_size(VL * 4), aligned(4), may_alias));
-
-inline Vec load(const float *p) { return *(const Loose *)p; }
-inline void store(float *p, Vec v) { *(Loose *)p = v; }
-inline Vec splat(float f) { return f - Vec{}; }
-
-inline Vec fused(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
-#elif defined(__ARM_NEON)
-  return vfmaq_f32(c, a, b);
-#else
-  return a * b + c;
-#endif
+// The block from which on a share of the taps begins.
+long block_of(const Step &s, long share, long shares) {
+  if (share == shares) return s.rows;
+  const long taps = s.stop[s.rows - 1] - s.start[0], from = s.start[0] + taps * share / shares;
+  long low = 0, high = s.rows;
+  if (taps == 0) return s.rows * share / shares;
+  while (low < high) {
+    const long middle = (low + high) / 2;
+    s.start[middle] < from ? low = middle + 1 : high = middle;
+  }
+  return low;
 }
 
-// One bit for every lane that is true.
-inline Word packed(Ints m) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask((__m512i)m);
-#elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)m);
-#else
-  Word w = 0;
-  for (int i = 0; i < VL; i++) w |= (m[i] & 1) << i;
-  return w;
-#endif
-}
-
-inline Ints unpacked(Word w) {
-  Ints bits{};
-#pragma GCC unroll 16
-  for (int i = 0; i < VL; i++) bits[i] = 1 << i;
-  return ((int32_t)w & bits) != 0;
-}
-
-inline Vec choose(Ints m, Vec a, Vec b) { return (Vec)((m & (Ints)a) | (~m & (Ints)b)); }
-
-// All blocks, over one run.
-template <int B, int V> void product(const Step &s, float *arena, uint8_t *kept, long at, long vector) {
+// Some blocks, over one run.
+template <int B, int V>
+void product(const Step &s, float *arena, uint8_t *kept, long at, long vector, long first, long last) {
   const float *x = arena + s.x + at;
   float *y = arena + s.y + at;
   const float *r = s.r < 0 ? nullptr : arena + s.r + at;
-  for (long block = 0; block < s.rows; block++) {
+  for (long block = first; block < last; block++) {
     Vec a[B][V];
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
@@ -103,48 +65,14 @@ template <int B, int V> void product(const Step &s, float *arena, uint8_t *kept,
       const long row = s.place[block * B + b];
       float *to = y + row * s.yplane;
       Word *mask = s.mask ? (Word *)(kept + s.kept + row * s.maskrow) + vector : nullptr;
-      if (r) {
-#pragma GCC unroll 16
-        for (int v = 0; v < V; v++) a[b][v] += load(r + row * s.yplane + v * VL);
-      }
-      if (s.mask == APPLY_MASK) {
-        const Vec slope = splat(s.activation == LEAKY ? s.low : 0.f);
-#pragma GCC unroll 16
-        for (int v = 0; v < V; v++) {
-          const Ints on = unpacked(mask[v]);
-          a[b][v] = s.activation == LEAKY ? choose(on, a[b][v], a[b][v] * slope) : (Vec)((Ints)a[b][v] & on);
-        }
-      } else if (s.activation == RELU) {
-        if (s.mask == WRITE_MASK) {
-#pragma GCC unroll 16
-          for (int v = 0; v < V; v++) mask[v] = packed(a[b][v] > Vec{});
-        }
-#pragma GCC unroll 16
-        for (int v = 0; v < V; v++) a[b][v] = (Vec)((Ints)a[b][v] & ~(a[b][v] < Vec{}));  // NaN stays NaN
-      } else if (s.activation == LEAKY) {
-        const Vec slope = splat(s.low);
-#pragma GCC unroll 16
-        for (int v = 0; v < V; v++) {
-          const Ints on = a[b][v] > Vec{};
-          if (s.mask == WRITE_MASK) mask[v] = packed(on);
-          a[b][v] = choose(on, a[b][v], a[b][v] * slope);
-        }
-      } else if (s.activation == CLIP) {
-        const Vec low = splat(s.low), high = splat(s.high);
-#pragma GCC unroll 16
-        for (int v = 0; v < V; v++) {
-          const Ints under = a[b][v] < low, over = a[b][v] > high;
-          if (s.mask == WRITE_MASK) mask[v] = packed((a[b][v] > low) & (a[b][v] < high));
-          a[b][v] = choose(under, low, choose(over, high, a[b][v]));
-        }
-      }
+      ended<V>(s, a[b], r ? r + row * s.yplane : nullptr, mask);
 #pragma GCC unroll 16
       for (int v = 0; v < V; v++) store(to + v * VL, a[b][v]);
     }
   }
 }
 
-typedef void (*Product)(const Step &, float *, uint8_t *, long, long);
+typedef void (*Product)(const Step &, float *, uint8_t *, long, long, long, long);
 template <int B, int V> constexpr Product fitting() {
   if constexpr (V <= WIDEST[B - 1])
     return product<B, V>;
@@ -158,14 +86,15 @@ template <int B> struct Table {
 };
 constexpr const Product *PRODUCTS[] = {Table<1>::of, Table<2>::of, Table<3>::of, Table<4>::of};
 
-void products(const Step &s, float *arena, uint8_t *kept) {
+void products(const Step &s, float *arena, uint8_t *kept, long share, long shares) {
+  const long first = block_of(s, share, shares), last = block_of(s, share + 1, shares);
   const Product *of = PRODUCTS[s.block - 1];
   long vector = 0;
   for (long i = 0; i < s.runs; i++) {
-    of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector);
+    of[s.run[2 * i + 1] - 1](s, arena, kept, s.run[2 * i], vector, first, last);
     vector += s.run[2 * i + 1];
   }
-  for (long row = 0; s.zeros && row < s.rows * s.block; row++)
+  for (long row = first * s.block; s.zeros && row < last * s.block; row++)
     for (long i = 0; i < s.zeros; i++) {
       float *to = arena + s.y + s.place[row] * s.yplane + s.zero[2 * i];
       for (long j = 0; j < s.zero[2 * i + 1]; j++) to[j] = 0;  // a few: a call would cost more
@@ -173,9 +102,9 @@ void products(const Step &s, float *arena, uint8_t *kept) {
 }
 
 // Numbers to other places: size = how many in a run, their distance there and here, in floats.
-void moved(const Step &s, float *arena, int64_t lanes) {
+void moved(const Step &s, float *arena, int64_t lanes, Share mine) {
   const long n = s.size[0], there = s.size[1], here = s.size[2];
-  for (long row = 0; row < s.rows; row++)
+  for (long row = mine.first; row < mine.last; row++)
     for (long i = 0; i < s.runs; i++) {
       const float *from = arena + s.x + s.place[row] * s.xplane + s.run[2 * i];
       float *to = arena + s.y + s.place[row] * s.yplane + s.run[2 * i + 1];
@@ -208,9 +137,9 @@ inline long until(long at, long dilation, long size, long kernel) {
 
 typedef uint8_t Bytes __attribute__((vector_size(VL)));
 
-template <bool KEEP> void maxpool_lanes(const Step &s, float *arena, uint8_t *kept) {
+template <bool KEEP> void maxpool_lanes(const Step &s, float *arena, uint8_t *kept, Share mine) {
   const Window w(s.size);
-  for (long row = 0; row < s.rows; row++) {
+  for (long row = mine.first; row < mine.last; row++) {
     const long c = s.place[row];
     const float *in = arena + s.x + c * s.xplane;
     float *out = arena + s.y + c * s.yplane;
@@ -237,11 +166,11 @@ template <bool KEEP> void maxpool_lanes(const Step &s, float *arena, uint8_t *ke
   }
 }
 
-template <bool KEEP> void maxpool_single(const Step &s, float *arena, uint8_t *kept) {
+template <bool KEEP> void maxpool_single(const Step &s, float *arena, uint8_t *kept, Share mine) {
   const Window w(s.size);
   const bool halves = !KEEP && w.kh == 2 && w.kw == 2 && w.sh == 2 && w.sw == 2 && !w.ph && !w.pw && w.dh == 1 &&
                       w.dw == 1 && 2 * w.oh <= w.ih && 2 * w.ow <= w.iw;
-  for (long row = 0; row < s.rows; row++) {
+  for (long row = mine.first; row < mine.last; row++) {
     const long c = s.place[row];
     const float *in = arena + s.x + c * s.xplane;
     float *out = arena + s.y + c * s.yplane;
@@ -275,14 +204,14 @@ template <bool KEEP> void maxpool_single(const Step &s, float *arena, uint8_t *k
   }
 }
 
-template <int L, bool KEEP> void maxpool(const Step &s, float *arena, uint8_t *kept) {
-  L == 1 ? maxpool_single<KEEP>(s, arena, kept) : maxpool_lanes<KEEP>(s, arena, kept);
+template <int L, bool KEEP> void maxpool(const Step &s, float *arena, uint8_t *kept, Share mine) {
+  L == 1 ? maxpool_single<KEEP>(s, arena, kept, mine) : maxpool_lanes<KEEP>(s, arena, kept, mine);
 }
 
 // x is the gradient of the output, y of the input; the sizes are those of the way forward.
-template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept) {
+template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept, Share mine) {
   const Window w(s.size);
-  for (long row = 0; row < s.rows; row++) {
+  for (long row = mine.first; row < mine.last; row++) {
     const long c = s.place[row];
     const float *given = arena + s.x + c * s.xplane;
     float *to = arena + s.y + c * s.yplane;
@@ -316,9 +245,9 @@ template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept) {
 // Images from and to the layout of torch, (image, channel, y, x): size = height, width, pitch here;
 // where the numbers of this tensor begin among those of an image, and how many an image has in all; whether they
 // are what else is given.
-template <int L> void pack(const Step &s, float *arena, const float *in) {
+template <int L> void pack(const Step &s, float *arena, const float *in, Share mine) {
   const long h = s.size[0], w = s.size[1], pitch = s.size[2], image = s.size[4];
-  for (long row = 0; row < s.rows; row++)
+  for (long row = mine.first; row < mine.last; row++)
     for (long y = 0; y < h; y++) {
       const long c = s.place[row];
       const float *from = in + s.size[3] + (c * h + y) * w;
@@ -328,9 +257,9 @@ template <int L> void pack(const Step &s, float *arena, const float *in) {
     }
 }
 
-template <int L> void unpack(const Step &s, const float *arena, float *out) {
+template <int L> void unpack(const Step &s, const float *arena, float *out, Share mine) {
   const long h = s.size[0], w = s.size[1], pitch = s.size[2], image = s.size[4];
-  for (long row = 0; row < s.rows; row++)
+  for (long row = mine.first; row < mine.last; row++)
     for (long y = 0; y < h; y++) {
       const long c = s.place[row];
       const float *from = arena + s.x + c * s.xplane + y * pitch * L;
@@ -342,9 +271,9 @@ template <int L> void unpack(const Step &s, const float *arena, float *out) {
 
 // The gradient of every tap's weight: input times gradient of the output (here y), over a group of images. r is memory
 // for a vector a tap; the sums go to what is kept.
-template <int V> void weigh(const Step &s, float *arena, long at) {
+template <int V> void weigh(const Step &s, float *arena, long at, Share mine) {
   float *sums = arena + s.r;
-  for (long row = 0; row < s.rows; row++) {
+  for (long row = mine.first; row < mine.last; row++) {
     Vec g[V];
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) g[v] = load(arena + s.y + s.place[row] * s.yplane + at + v * VL);
@@ -358,36 +287,45 @@ template <int V> void weigh(const Step &s, float *arena, long at) {
   }
 }
 
-typedef void (*Weigh)(const Step &, float *, long);
+typedef void (*Weigh)(const Step &, float *, long, Share);
 constexpr Weigh WEIGH[] = {nullptr,  weigh<1>, weigh<2>, weigh<3>,  weigh<4>,  weigh<5>, weigh<6>,
                            weigh<7>, weigh<8>, weigh<9>, weigh<10>, weigh<11>, weigh<12>};
 
-void weights(const Step &s, float *arena, uint8_t *kept) {
-  const long taps = s.stop[s.rows - 1];
-  memset(arena + s.r, 0, taps * VL * sizeof(float));
-  for (long i = 0; i < s.runs; i++) WEIGH[s.run[2 * i + 1]](s, arena, s.run[2 * i]);
+void weights(const Step &s, float *arena, uint8_t *kept, Share mine) {
+  if (mine.first == mine.last) return;
+  const long first = s.start[mine.first], last = s.stop[mine.last - 1];
+  memset(arena + s.r + first * VL, 0, (last - first) * VL * sizeof(float));
+  for (long i = 0; i < s.runs; i++) WEIGH[s.run[2 * i + 1]](s, arena, s.run[2 * i], mine);
   float *to = (float *)(kept + s.kept);
-  for (long k = 0; k < taps; k++) {
+  for (long k = first; k < last; k++) {
     float sum = 0;
     for (int i = 0; i < VL; i++) sum += arena[s.r + k * VL + i];
     to[k] = sum;
   }
 }
 
-template <int L> void one(const Step &s, float *arena, const Outside &o) {
+template <int L> void one(const Step &s, const Group &group, long share, long shares) {
+  float *arena = group.arena;
+  const Outside &o = group.outside;
+  const Share mine(s.rows, share, shares);
   switch (s.op) {
-  case PRODUCT: return products(s, arena, o.kept);
-  case MOVE: return moved(s, arena, L);
-  case MAXPOOL: return s.mask == WRITE_MASK ? maxpool<L, true>(s, arena, o.kept) : maxpool<L, false>(s, arena, o.kept);
-  case MAXPOOL_BACK: return maxpool_back<L>(s, arena, o.kept);
-  case PACK: return pack<L>(s, arena, s.size[5] ? o.more : o.in);
-  case UNPACK: return unpack<L>(s, arena, o.out);
-  case WEIGHTS: return weights(s, arena, o.kept);
+  case PRODUCT: return products(s, arena, o.kept, share, shares);
+  case MOVE: return moved(s, arena, L, mine);
+  case MAXPOOL:
+    return s.mask == WRITE_MASK ? maxpool<L, true>(s, arena, o.kept, mine) : maxpool<L, false>(s, arena, o.kept, mine);
+  case MAXPOOL_BACK: return maxpool_back<L>(s, arena, o.kept, mine);
+  case PACK: return pack<L>(s, arena, s.size[5] ? o.more : o.in, mine);
+  case UNPACK: return unpack<L>(s, arena, o.out, mine);
+  case WEIGHTS: return weights(s, arena, o.kept, mine);
   }
 }
 
-void step(const Step *s, float *arena, const Outside *outside, int64_t lanes) {
-  lanes == 1 ? one<1>(*s, arena, *outside) : one<VL>(*s, arena, *outside);
+void step(const Step *s, const Group *groups, int64_t count, float *scratch, int64_t lanes, int64_t share,
+          int64_t shares) {
+  if (s->op == WINOGRAD) return winograd(*s, groups, count, scratch, lanes == 1, share, shares);
+  if (s->op == NARROW) return narrow(*s, groups->arena, scratch, share, shares);
+  for (int64_t i = 0; i < count; i++)
+    lanes == 1 ? one<1>(*s, groups[i], share, shares) : one<VL>(*s, groups[i], share, shares);
 }
 
 } // namespace
