@@ -25,7 +25,7 @@ LAYERS = [
     {"allocate", "kfac", "batches", "objectives", "standardised", "answers", "doctor", "artefact"},
     {"pruners", "assault"},
     {"training", "recipe", "survey", "pipeline", "evaluate"},
-    {"assess", "presets", "study", "finished", "suspicion", "contradictions", "corruptions"},
+    {"assess", "folders", "compacting", "presets", "study", "finished", "suspicion", "contradictions", "corruptions"},
     {"run", "catalogue", "narrow", "audit", "report", "submit", "card", "shrink", "export"},
     {"compare", "deployed", "bench"},
     {"estimate"},

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harp import __version__, assess, data, files, narrow, picture, pipeline, run, standings, summary, workers
+from harp import __version__, assess, data, files, folders, narrow, picture, pipeline, standings, summary, workers
 from harp.display import Quiet
 from harp.errors import RecipeError
 from harp.keeper import Stop
@@ -82,7 +82,7 @@ class Comparison:
         self.data = data.load(base.data.name, data_dir, display=self.display, **base.data.loading())
         self.units = assess.units_of(base.units, assess.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
-        self.contents = run.contents(base, self.data)
+        self.contents = folders.contents(base, self.data)
         self.entries = self._entries()
         text = json.dumps([(entry.folder.name, entry.recipe.to_yaml()) for entry in self.entries])
         self.folder = root / f"compare-{study.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -121,8 +121,8 @@ class Comparison:
         content = {**self.content, "name": name, "description": "", "seed": seed, "stages": stages, "model": model}
         made = parse(content)
         same = made.model.weights == self.study.recipe.model.weights
-        contents = self.contents if same else run.contents(made, self.data)
-        return Entry(f"{name}-seed{seed}", label, keep, made, self.root / run.folder_name(made, contents))
+        contents = self.contents if same else folders.contents(made, self.data)
+        return Entry(f"{name}-seed{seed}", label, keep, made, self.root / folders.name(made, contents))
 
     def execute(
         self, jobs: int = 1, start: workers.Start | None = None, *, devices: int = 1, stop: Stop | None = None

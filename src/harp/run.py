@@ -15,8 +15,7 @@ import inspect
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +34,8 @@ from harp import (
     engine,
     evaluate,
     files,
+    folders,
     masks,
-    models,
     objectives,
     peers,
     pruners,
@@ -44,11 +43,12 @@ from harp import (
 )
 from harp.batches import Augment, Batches, ResizedCrop
 from harp.channels import Channels, Cut, Latency
-from harp.channels.dead import slim_for_training, spread_back
+from harp.channels.dead import spread_back
+from harp.compacting import compacted
 from harp.corrupt import Corrupt
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
-from harp.errors import Diverged, Interrupted, ModelError, RecipeError
+from harp.errors import Diverged, Interrupted, RecipeError
 from harp.keeper import Keeper, Stop, insist
 from harp.loading import default_workers
 from harp.masks import Masks
@@ -62,8 +62,6 @@ from harp.units import Units, Weights
 
 logger = logging.getLogger("harp")
 
-WORTHWHILE = 0.8  # the share of multiplications below which training a smaller network pays for making it
-
 
 @dataclass
 class Outcome:
@@ -75,15 +73,6 @@ class Outcome:
     units: Units  # of the network before any cut
     results: list[dict[str, Any]]  # the finished network's
     dense: list[dict[str, Any]]  # the network's before pruning, measured the same way
-
-
-@dataclass(frozen=True)
-class Compacted:
-    """A network in training without the channels that nobody reads, its masks, and what was cut."""
-
-    model: nn.Module
-    masks: Masks
-    cut: Cut
 
 
 class Run:
@@ -121,7 +110,7 @@ class Run:
         self.held = readable(self.held, self.display.count, self.workers, bar).split
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
-        self.contents = contents(recipe, self.data)
+        self.contents = folders.contents(recipe, self.data)
         self.units = self._units()
         self.dense_cost = cost.cost(self.model, self.data.shape, {})
         self.cut: Cut | None = None  # what was cut out of the model
@@ -132,7 +121,7 @@ class Run:
                 self.total = pruner.total if "keep" in stage.pruner else self.total
         size = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
         # The states and their successor, each with weights, latents, momentum and the best epoch so far.
-        _check_writable(root, 6 * (keep_states + 1) * size)
+        folders.check_writable(root, 6 * (keep_states + 1) * size)
 
     def _units(self) -> Units:
         """What is pruned. Times are measured once in a run, and are the same after a resume and on every rank."""
@@ -155,7 +144,7 @@ class Run:
 
     def folder(self) -> Path:
         """Where the outcome goes."""
-        return self.root / folder_name(self.recipe, self.contents)
+        return self.root / folders.name(self.recipe, self.contents)
 
     def stage_folder(self, number: int) -> Path:
         """Where a stage's files go; number -1 is the network before the first stage."""
@@ -224,13 +213,14 @@ class Run:
 
     def train_stage(self, number: int, stage: Stage, before: Masks | None, folder: Path) -> None:
         """Train a stage from where it stands and write its result."""
-        _make_folder(folder)
+        folders.make(folder)
         if isinstance(self.units, Channels) and self.units.latency is not None and self.fabric.is_global_zero:
             files.write_json(folder / "latency.json", self.units.latency.as_dict())
         pruner = self.pruner(stage, before)
         total, whole, left = pruner.total, self.model, None
         if stage.pruner["name"] == "fixed" and stage.compact is not False and self.cut is None and before is not None:
-            left = self._compacted(before)
+            macs = self.dense_cost["macs"]
+            left = compacted(self.model, assess.noise_of(self.data), before, macs, self.display.note)
             pruner = pruner if left is None else pruners.Fixed(Weights(left.model, **self._names()), left.masks)
             self.model = whole if left is None else left.model
         keeper = Keeper(
@@ -300,24 +290,6 @@ class Run:
             keeper.states.remove()
             log.close()
         self.fabric.barrier()
-
-    def _compacted(self, masks: Masks) -> Compacted | None:
-        """The network without the channels that nobody reads under these masks, if that saves work."""
-        if not _may_have_died(masks):
-            return None
-        try:
-            small, small_masks, cut = slim_for_training(self.model, assess.noise_of(self.data), masks)
-        except ModelError as error:  # it can't be followed, and is trained as it is
-            logger.debug("not compacted: %s", error)
-            return None
-        except Exception as error:  # a model may do anything, and a short cut must not cost the training
-            logger.warning("trained with all channels, as they can't be followed: %s: %s", type(error).__name__, error)
-            return None
-        work = cost.cost(small, self.data.shape, {})["macs"]
-        if work > WORTHWHILE * self.dense_cost["macs"]:
-            return None
-        self.display.note(f"compact: {work / self.dense_cost['macs']:.1%} of the multiplications are left to train")
-        return Compacted(small, small_masks, cut)
 
     def _names(self) -> dict[str, Any]:
         """What the recipe says of the weights that are units at all."""
@@ -400,7 +372,7 @@ class Run:
         known = self.peers.first(known)
         if known is not None:
             return known
-        _make_folder(folder)
+        folders.make(folder)
         with self.display.counting(f"test {name}", examples or len(self.data.test)):
             result, _ = assess.measure(
                 self.model,
@@ -426,7 +398,7 @@ class Run:
     def write(self, outcome: Outcome) -> None:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""
         folder = outcome.folder
-        _make_folder(folder / "results")
+        folders.make(folder / "results")
         (folder / "summary.json").unlink(missing_ok=True)  # it is there only if all beside it belongs to it
         artefact.save(folder, self.model, outcome.masks, self.total, self.units, self.cut)
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
@@ -465,47 +437,3 @@ def _way_out(stage: Stage, keeper: Keeper) -> Iterator[None]:
     except Diverged as error:
         change = f"--set stages.{stage.name}.optimizer.lr={stage.optimizer.lr / 3:.1g}"
         raise Diverged(f"{error}. Last good state: {keeper.good}. Train this stage anew with {change}") from error
-
-
-def _may_have_died(masks: Masks) -> bool:
-    """Whether so many inputs of the layers are unread that it is worth a closer look."""
-    read = [mask.flatten(2).any(2).any(0) if mask.ndim > 2 else mask.any(0) for mask in masks.values() if mask.ndim > 1]
-    return sum(int(each.sum()) for each in read) < 0.9 * sum(len(each) for each in read)
-
-
-def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
-    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
-    read = [recipe.model.weights, models.source_file(recipe.model.name)]
-    found = [source.fingerprint(), *(file_hash(Path(file)) for file in read if file is not None)]
-    precision = engine.resolve(recipe.precision)
-    return found if precision == "32-true" else [*found, precision]
-
-
-def folder_name(recipe: Recipe, contents: Sequence[str]) -> str:
-    """The name of the folder that a run's outcome goes to."""
-    return f"{recipe.name}-{recipe.identity(len(recipe.stages), *contents)}"
-
-
-def file_hash(path: Path) -> str:
-    """The hash of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"can't make the folder {path}: {error.strerror}") from error
-
-
-def _check_writable(root: Path, needed: int) -> None:
-    """Refuse an output folder that can't take the results before hours of work, without leaving anything in it."""
-    there = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise RecipeError(f"can't write to the output folder {root}: {there} is not a writable folder")
-    free = shutil.disk_usage(there).free
-    if free < needed:
-        raise RecipeError(
-            f"the output folder {root} has {free / 1e6:.1f} MB free, this run needs {needed / 1e6:.1f} MB"
-        )

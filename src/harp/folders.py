@@ -1,0 +1,50 @@
+"""Where the results of a recipe go: folders that are named by all that the results depend on."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from harp import data, engine, models
+from harp.errors import RecipeError
+from harp.recipe import Recipe
+
+
+def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
+    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
+    read = [recipe.model.weights, models.source_file(recipe.model.name)]
+    found = [source.fingerprint(), *(_hash(Path(file)) for file in read if file is not None)]
+    precision = engine.resolve(recipe.precision)
+    return found if precision == "32-true" else [*found, precision]
+
+
+def name(recipe: Recipe, contents: Sequence[str]) -> str:
+    """The name of the folder that a run's outcome goes to."""
+    return f"{recipe.name}-{recipe.identity(len(recipe.stages), *contents)}"
+
+
+def _hash(path: Path) -> str:
+    """The hash of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make(path: Path) -> None:
+    """Make a folder and those above it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"can't make the folder {path}: {error.strerror}") from error
+
+
+def check_writable(root: Path, needed: int) -> None:
+    """Refuse an output folder that can't take the results before hours of work, without leaving anything in it."""
+    there = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise RecipeError(f"can't write to the output folder {root}: {there} is not a writable folder")
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise RecipeError(
+            f"the output folder {root} has {free / 1e6:.1f} MB free, this run needs {needed / 1e6:.1f} MB"
+        )
