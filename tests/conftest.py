@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,10 @@ from harp import cli
 Harp = Callable[..., tuple[int, str, str]]
 
 torch.set_num_threads(1)
+
+# What a shell starts in the background is deaf to Ctrl-C, and so would be all commands that the tests start and stop.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # New examples belong on a developer's machine: a check that gates everybody's work must give the same answer twice.
 settings.register_profile("ci", derandomize=True)

@@ -24,8 +24,10 @@ IMAGES = {
     "svhn": ((3, 32, 32), 26_032),
     "fashion-mnist": ((1, 28, 28), 10_000),
     "mnist": ((1, 28, 28), 10_000),
+    "imagenet": ((3, 224, 224), 50_000),
+    "tiny-imagenet": ((3, 64, 64), 10_000),
 }
-"""The image shape (channels, height, width) and the number of test images of the data sets where they are fixed."""
+"""The image shape (channels, height, width), unless a recipe gives a size, and the number of test images."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class Finished:
     def shape(self) -> tuple[int, int, int] | None:
         """The shape of an image (channels, height, width), where the data set or an example says it."""
         if self.data in IMAGES:
-            return IMAGES[self.data][0]
+            channels, height, width = IMAGES[self.data][0]
+            size = self.recipe.data.size
+            return (channels, height, width) if size is None else (channels, size, size)
         told = [found["shape"] for found in self.of_kind("examples") if len(found.get("shape", ())) == 3]
         return (int(told[0][0]), int(told[0][1]), int(told[0][2])) if told else None
 

@@ -8,7 +8,6 @@ Outside of `shared` they come from torch's own generator.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -31,17 +30,18 @@ class _Part:
         return self.generators[device]
 
 
-_part: ContextVar[_Part | None] = ContextVar("part", default=None)
+_part: _Part | None = None  # no context variable: `torch.compile` could not see through it
 
 
 @contextmanager
 def shared(seed: int, rank: int = 0, world: int = 1) -> Iterator[None]:
     """For a while, draw from this seed, for the rows `rank`, `rank + world`, ... of batches."""
-    token = _part.set(_Part(seed, rank, world))
+    global _part
+    before, _part = _part, _Part(seed, rank, world)
     try:
         yield
     finally:
-        _part.reset(token)
+        _part = before
 
 
 def uniform(like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def common(like: Tensor) -> Tensor:
 
 
 def _draw(distribution: Callable[..., Tensor], like: Tensor, rows: bool = True) -> Tensor:
-    part, kind = _part.get(), {"dtype": like.dtype, "device": like.device}
+    part, kind = _part, {"dtype": like.dtype, "device": like.device}
     if part is None:
         return distribution(like.shape, **kind)
     if not rows:

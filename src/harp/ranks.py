@@ -33,8 +33,6 @@ def own(fabric: Any, rows: Tensor) -> Tensor:
 
 def astray(fabric: Any, tensors: Iterable[Tensor]) -> int | None:
     """The first process whose tensors are not those of process 0, compared by their digests."""
-    if fabric.world_size == 1:
-        return None
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

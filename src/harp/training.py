@@ -292,6 +292,8 @@ class _Training:
 
     def agree(self) -> None:
         """Refuse to go on when processes have come to different weights or masks: they would train for nothing."""
+        if self.fabric.world_size == 1:
+            return
         process = ranks.astray(self.fabric, (*self.model.parameters(), *self.pruner.masks().values()))
         if process is not None:
             raise ModelError(
