@@ -274,7 +274,7 @@ def test_closed_form_of_a_linear_model(kind: Any, norm: str, classes: int) -> No
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
-@pytest.mark.parametrize("classes", [2, 4, 10])
+@pytest.mark.parametrize("classes", [2, 4, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_as_strong_as_the_package(kind: Any, classes: int, norm: str) -> None:
     package = pytest.importorskip("pyautoattack.autopgd_base")
@@ -354,7 +354,7 @@ def test_the_seed_decides() -> None:
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 500])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 7, 500])
 def test_the_size_of_the_batch_does_not_matter(batch: int) -> None:
     model, (x, y) = trained(4), task(4, 40)
     attack = ApgdT(0.04, steps=10)

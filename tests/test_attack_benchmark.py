@@ -37,6 +37,7 @@ def test_attack_prints_a_table_and_one_json_object(capsys: pytest.CaptureFixture
 
 
 @needs_native
+@pytest.mark.slow
 def test_parts_of_the_attack_benchmark_can_be_had_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert attack.main([*TINY, "--batch", "2", "--repeats", "1", "--parts", "pass"]) == 0
     found = last(capsys)

@@ -52,7 +52,9 @@ def test_lite_is_the_first_two_and_says_what_it_is_not() -> None:
         AutoAttackLite(-1.0)
 
 
-@pytest.mark.parametrize(("classes", "norm"), [(4, "linf"), (4, "l2"), (10, "linf")])
+@pytest.mark.parametrize(
+    ("classes", "norm"), [(4, "linf"), (4, "l2"), pytest.param(10, "linf", marks=pytest.mark.slow)]
+)
 def test_as_strong_as_the_package(classes: int, norm: str) -> None:
     package = pytest.importorskip("pyautoattack")
     model, (x, y) = trained(classes), task(classes, 30)
@@ -150,7 +152,9 @@ def test_the_model_does_not_notice_and_the_seed_decides() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("at", [(0, 7), (1, 30), (2, 20), (3, 50)])
+@pytest.mark.parametrize(
+    "at", [(1, 30), *(pytest.param(at, marks=pytest.mark.slow) for at in ((0, 7), (2, 20), (3, 50)))]
+)
 def test_a_caller_may_save_in_between(at: tuple[int, int], tmp_path: Path) -> None:
     model, (x, y) = trained(4), task(4, 14)
     parts = Short(0.04).parts(4)
