@@ -322,6 +322,7 @@ def test_a_disk_with_too_little_space_is_seen_before_the_work(
     refused(harp, "run", "tiny.yaml", said="has 0.0 MB free, this run needs")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing_unreadable(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "tiny.yaml")
 

@@ -382,6 +382,7 @@ def test_stopped_it_saves_and_goes_on(tmp_path: Path) -> None:
     assert not any(row["failed"] for row in comparison.execute(start=here(comparison))["rows"])
 
 
+@pytest.mark.slow
 def test_two_processes_train_a_stage_once(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(SHORT))
     command = [sys.executable, "-m", "harp", "run", "r.yaml"]

@@ -99,6 +99,7 @@ def test_two_processes_equal_one(pair: list[States], alone: States, method: str)
     assert_same(pair[0][method], alone[method], **(SINGLE if method == "anp-vs" else ROUNDING))
 
 
+@pytest.mark.slow
 def test_torchrun_is_as_good_a_launcher(tmp_path: Path, alone: States) -> None:
     for states in job(tmp_path, 2, "harp", torchrun=True):
         assert_same(states["harp"], alone["harp"], **ROUNDING)
@@ -179,6 +180,7 @@ def test_the_command_runs_on_two_processes(tmp_path: Path) -> None:
     assert kept == round(0.05 * size)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     words = "--accelerator", "cpu", "--devices", "2", "--data-dir", "nowhere"
     done = run(sys.executable, "-m", "harp", "run", "cifar10/resnet18/harp-pgd-99", *words, folder=tmp_path, code=2)

@@ -79,7 +79,10 @@ def assert_whole(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "stage", "code", "cause"),
-    [(signal.SIGINT, "pretrain", 130, "Ctrl-C"), (signal.SIGUSR1, "prune", 75, "SIGUSR1")],
+    [
+        pytest.param(signal.SIGINT, "pretrain", 130, "Ctrl-C", marks=pytest.mark.slow),
+        (signal.SIGUSR1, "prune", 75, "SIGUSR1"),
+    ],
 )
 def test_asked_to_stop_it_saves_says_how_to_go_on_and_goes_on(
     tmp_path: Path, straight: dict[str, torch.Tensor], number: signal.Signals, stage: str, code: int, cause: str
