@@ -110,6 +110,7 @@ def test_before_there_is_anything_to_save(tmp_path: Path) -> None:
     assert "stopped by SIGUSR2; nothing is lost. Go on with the same command: harp run" in err
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
     delays = random.Random(0)
     for attempt in range(4):
