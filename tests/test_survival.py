@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from harp import checkpoint, metrics, recipe
+from harp import checkpoint, files, metrics, recipe
 from harp.cli import clock
 from harp.errors import TIME_IS_UP, CheckpointError, DiskError, Interrupted
 from harp.keeper import Stop
@@ -125,6 +125,21 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, strai
     assert not list((tmp_path / "runs").rglob("state*.pt"))
     assert not list((tmp_path / "runs").rglob(".*")) and not list((tmp_path / "runs").rglob("*.lock"))
     assert_whole(tmp_path / "runs")
+
+
+def test_what_a_kill_right_after_a_stage_leaves_is_removed_by_the_next_run(tmp_path: Path) -> None:
+    """Between the stage's last file and its tidying up there is a moment, and a kill may hit it."""
+    go_on(tmp_path)
+    (stage,) = (tmp_path / "runs" / "stages").glob("*-prune")
+    left = [stage / "state.pt", stage / "state.1.pt", stage.with_name(f"{stage.name}.lock")]
+    for path in left:
+        path.write_bytes(b"left behind")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    temporary = stage / f".state.pt.{files._HOST}.{dead.pid}.tmp"
+    temporary.write_bytes(b"half of a state")
+    go_on(tmp_path)
+    assert not [path for path in (*left, temporary) if path.exists()]
 
 
 # ---------------------------------------------------------------- time limits

@@ -73,6 +73,13 @@ def write_json(path: StrPath, value: object) -> None:
     write_text(path, text + "\n")
 
 
+def remove(path: Path) -> None:
+    """Remove a file, if it is there, and what killed processes left of writing it."""
+    path.unlink(missing_ok=True)
+    if path.parent.is_dir():
+        _sweep(path)
+
+
 def _prepare(target: Path, temporary: Path) -> None:
     """Make room for a write, and refuse what `os.replace` would silently do away with."""
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,7 @@ from harp.readable import readable
 from harp.recipe import Recipe, Stage
 from harp.schedules import SCHEDULES
 from harp.seeds import derive
+from harp.states import States
 from harp.streamed import Streamed
 from harp.units import Units, Weights
 
@@ -177,10 +178,18 @@ class Run:
         """Do one stage, or take its result if it was done; the model then holds it."""
         folder = self.stage_folder(number)
         if self._finished(folder) or not self._train_alone(number, stage, before, folder):
+            self._tidy(folder)
             self.display.note(f"{stage.name}: done before, taken from {folder}")
             checkpoint.load_weights(self.model, folder / "model.safetensors")
         path = folder / "masks.safetensors"
         return masks.load(path) if path.exists() else None
+
+    def _tidy(self, folder: Path) -> None:
+        """Remove what a process left that was killed after it had finished a stage and before it had cleaned up."""
+        held, states = folder.with_name(f"{folder.name}.lock"), States(folder / "state.pt")
+        if self.fabric.is_global_zero and (held.exists() or states.paths()):
+            with files.lock(held, self._stop_waiting):
+                states.remove()
 
     def _finished(self, folder: Path) -> bool:
         """Whether a stage is done; all ranks agree with rank 0."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from harp import __version__, checkpoint
 from harp.errors import CheckpointError, RecipeError
+from harp.files import remove
 
 logger = logging.getLogger("harp")
 
@@ -78,8 +79,8 @@ class States:
 
     def remove(self) -> None:
         """Remove all, as the training is finished."""
-        for path in [*self.paths()[::-1], self._aside()]:  # the newest is the last to go
-            path.unlink(missing_ok=True)
+        for path in [*self.paths()[::-1], self._aside(), self.path]:  # the newest is the last to go
+            remove(path)
 
     def _check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Refuse the state of another version or training. Early versions wrote none of these facts."""
