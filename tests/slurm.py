@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harp import files
+
 _COMMAND = """#!{python} -I
 import json, sys
 from pathlib import Path
@@ -17,11 +19,16 @@ with (root / "calls.txt").open("a") as file:
     file.write(json.dumps([name, *words]) + "\\n")
 if (root / f"{{name}}.says").exists():
     sys.exit(eval((root / f"{{name}}.says").read_text()))
+def write(path, job):
+    (root / "half").write_text(json.dumps(job))
+    (root / "half").replace(path)  # others may be reading it
+
+
 if name == "sbatch":
     number = 1 + len(list(root.glob("*.job")))
     after = options.get("dependency", "").removeprefix("afterok:") or None
     job = {{"script": words[-1], "after": after, "state": "PENDING", "code": None}}
-    (root / f"{{number}}.job").write_text(json.dumps(job))
+    write(root / f"{{number}}.job", job)
     print(number)
 elif name == "squeue":
     numbers = options["jobs"].split(",")
@@ -37,7 +44,7 @@ elif name == "sacct":
         print(f"{{n}}|{{job['state']}}|{{job['code'] or 0}}:0")
 elif name == "scancel":
     path = root / f"{{words[-1]}}.job"
-    path.write_text(json.dumps({{**json.loads(path.read_text()), "state": "CANCELLED"}}))
+    write(path, {{**json.loads(path.read_text()), "state": "CANCELLED"}})
 elif name == "scontrol":
     (root / f"{{words[-1]}}.again").touch()
 """
@@ -105,4 +112,4 @@ class Cluster:
 
     def _set(self, number: str, **facts: Any) -> None:
         path = self.root / f"{number}.job"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+        files.write_text(path, json.dumps({**json.loads(path.read_text()), **facts}))  # others may be reading it

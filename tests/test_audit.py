@@ -4,6 +4,7 @@ import base64
 import copy
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harp import assault, checkpoint, data, models
 from harp import audit as audits
-from harp import data, models
 from harp.assess import Subject
 from harp.attacks import Ball, Pgd
 from harp.audit import Audit
@@ -64,6 +65,29 @@ def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch
             next(changed.parameters()).add_(1e-6)
         with pytest.raises(AssertionError, match="measured again"):
             made(Subject(changed, subject.data, BALL), tmp_path).under("pgd-3", Pgd(0.1, steps=3))
+
+
+def test_an_attack_is_not_lost_before_its_number_is_written(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assault, "_SECONDS", 0.0)
+    attack = Pgd(0.1, steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(audits, "insist", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            made(subject, tmp_path).under("pgd-3", attack)
+    (state,) = tmp_path.glob("*.state.pt")
+    saved = set(checkpoint.load_state(state)["found"])
+    attacked, portion = set[int](), assault.Assault._portion
+    with monkeypatch.context() as patch:
+        patch.setattr(assault.Assault, "_portion", lambda self, at: attacked.add(at) or portion(self, at))
+        found = made(subject, tmp_path).under("pgd-3", attack)
+    assert saved and not attacked & saved
+    assert found["value"] == made(subject, None).under("pgd-3", attack)["value"]
+    assert not state.exists()
+    state.write_bytes(b"left by a kill")
+    made(subject, tmp_path).under("pgd-3", attack)
+    assert not state.exists()
 
 
 def test_numbers_say_what_they_are(subject: Subject, tmp_path: Path) -> None:

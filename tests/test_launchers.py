@@ -318,3 +318,12 @@ def test_words_of_the_command(harp: Harp, tmp_path: Path) -> None:
     refused(harp, "compare", "s.yaml", "--launcher", "slurn", said="did you mean 'slurm'?")
     refused(harp, "compare", "s.yaml", "--dry-run", said="are for --launcher slurm")
     refused(harp, "compare", "s.yaml", "--launcher", "slurm", "--sbatch", "--wrap=x", said="sets --wrap itself")
+
+
+def test_where_there_is_no_slurm_nothing_is_written(
+    harp: Harp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused(harp, "compare", "s.yaml", "--launcher", "slurm", said="there is no sbatch here")
+    assert not Path("runs").exists()

@@ -111,6 +111,18 @@ def test_signals_reach_every_process_once(tmp_path: Path, number: signal.Signals
     assert out.splitlines().count("heard 1") == 3
 
 
+def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) -> None:
+    """It comes as soon as there is the first of them: neither that one nor the others may miss it."""
+    process = start(tmp_path, HEARD)
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not listed.read_text():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode in (75, 128 + signal.SIGINT), out
+    assert gone(pids(out))
+
+
 def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:
     process = start(tmp_path, "tell('ready'); time.sleep(60)")
     assert process.stdout is not None

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from harp import checkpoint
+from harp import checkpoint, files
 from harp.answers import as_input, example_of, predicted
 from harp.attacks import Attack, check_number, images_in_box
 from harp.attacks.stepwise import Packing, Stepwise
@@ -84,7 +84,7 @@ class Assault:
 
     Arguments:
         classes: how many the network knows.
-        path: takes the state; it is removed at the end.
+        path: takes the state; call `forget` once what came of it is written.
         store: a folder that takes all adversarial images, portion by portion.
         pictures: how many successful ones to keep in the outcome.
         witness: another network, which is shown what was found for this one.
@@ -149,11 +149,7 @@ class Assault:
         if self.peers.world > 1:
             self._save()
             self.peers.meet(lambda: self._tick("", 0))
-        outcome = self._whole()
-        if self.peers.rank == 0:
-            for path in self._paths():
-                path.unlink(missing_ok=True)
-        return outcome
+        return self._whole()
 
     def _images(self, number: int) -> range:
         """The images of a portion."""
@@ -296,7 +292,7 @@ class Assault:
 
     def _load(self) -> None:
         """Take up what any process has left, of this number of them or another."""
-        for path in self._paths():
+        for path in _states(self.path):
             if not path.exists():
                 continue
             try:
@@ -317,12 +313,19 @@ class Assault:
                     self.begun[number] = portion
         self.begun = {number: portion for number, portion in self.begun.items() if number not in self.found}
 
-    def _paths(self) -> list[Path]:
-        """Where the processes leave their states."""
-        if self.path is None:
-            return []
-        others = [path for path in self.path.parent.glob(f"{self.path.name}.*") if path.suffix[1:].isdigit()]
-        return [self.path, *sorted(others)]
+
+def forget(path: Path) -> None:
+    """Remove the states of an attack, whose result is in a file of its own by now, and what kills left of them."""
+    for each in _states(path):
+        files.remove(each)
+
+
+def _states(path: Path | None) -> list[Path]:
+    """Where the processes leave their states."""
+    if path is None:
+        return []
+    others = [each for each in path.parent.glob(f"{path.name}.*") if each.suffix[1:].isdigit()]
+    return [path, *sorted(others)]
 
 
 def _beside(path: Path, rank: int) -> Path:

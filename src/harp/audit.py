@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harp import assess, contradictions, corruptions, evaluate, files, suspicion
 from harp.answers import answer, as_input, example_of, predicted
-from harp.assault import Outcome, seeded
+from harp.assault import Outcome, forget, seeded
 from harp.assess import Subject
 from harp.attacks import Apgd, Ball, Fmn, check_number
 from harp.checkpoint import fingerprint
@@ -105,7 +105,7 @@ class Audit:
                     examples=self.examples,
                     seed=self.seed,
                     batch=self.batch,
-                    path=None if stem is None else stem.with_name(f"{stem.name}.state.pt"),
+                    path=None if stem is None else _state(stem),
                     store=stem if self.store else None,
                     pictures=pictures,
                     witness=self.witness,
@@ -253,6 +253,7 @@ class Audit:
         path = None if stem is None else stem.with_name(f"{stem.name}.json")
         known = self.peers.first(_read(path) if path is not None and path.exists() else None)
         if known is not None:
+            self._tidy(stem)  # a kill may have come between the result and this
             return known
         source = self.subject.data
         facts = {
@@ -265,7 +266,13 @@ class Audit:
         found = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
         if path is not None and self.peers.rank == 0:
             insist(lambda: files.write_json(path, found), stop=self.stop)
+        self._tidy(stem)
         return found
+
+    def _tidy(self, stem: Path | None) -> None:
+        """Remove the state of an attack, whose result is written."""
+        if stem is not None and self.peers.rank == 0:
+            forget(_state(stem))
 
     def _by_one(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
         """What is too short to be shared is done by the first process, and the others wait."""
@@ -325,6 +332,10 @@ def _circumstances(outcome: Outcome) -> dict[str, Any]:
     if not torch.equal(outcome.right, outcome.during):
         found["during"] = float(outcome.during.float().mean())
     return found
+
+
+def _state(stem: Path) -> Path:
+    return stem.with_name(f"{stem.name}.state.pt")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torch.optim import AdamW
 
 from harp import (
     artefact,
+    assault,
     assess,
     checkpoint,
     cost,
@@ -379,7 +380,10 @@ class Run:
         path = folder / f"test-{name}-{conditions}.json"
         known: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         known = self.peers.first(known)
+        state = path.with_suffix(".state.pt")
         if known is not None:
+            if self.fabric.is_global_zero:
+                assault.forget(state)  # a kill may have come between the result and this
             return known
         folders.make(folder)
         with self.display.counting(f"test {name}", examples or len(self.data.test)):
@@ -390,13 +394,14 @@ class Run:
                 attack,
                 examples=examples,
                 seed=seed,
-                path=path.with_suffix(".state.pt"),
+                path=state,
                 progress=self.display.count,
                 stop=self.stop,
                 peers=self.peers,
             )
         if self.fabric.is_global_zero:
             insist(lambda: files.write_json(path, result), stop=self.stop)
+            assault.forget(state)
         return result
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:

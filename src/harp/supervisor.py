@@ -40,25 +40,33 @@ def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None =
     ]
     command = [sys.executable, *sys.orig_argv[1:]]
     children: list[subprocess.Popen[bytes]] = []
-    with _passing_on(children) as passed_on:
+    with _listening(children) as heard:
         try:
             for place in places:
                 environment = {**os.environ, **place.environment(), SUPERVISOR: str(os.getpid())}
                 # Groups of their own: the terminal's Ctrl-C is to reach each of them once, through here.
                 child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
                 children.append(child)
-            codes = _wait(children)
+            codes = _wait(children, heard)
         finally:
             _end(children)
-    return _judge(codes, places, passed_on)
+    return _judge(codes, places, heard)
 
 
-def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
-    """Wait for all to end, from the first failure on with limited patience; the codes of those not asked to end."""
+def _wait(children: list[subprocess.Popen[bytes]], heard: list[int]) -> dict[int, int]:
+    """Wait for all to end, from the first failure on with limited patience; the codes of those not asked to end.
+
+    What is heard meanwhile is passed on, and what was heard while they were being started: no earlier than now can all
+    of them get it, and each gets it once.
+    """
     codes: dict[int, int] = {}
     failed: float | None = None
     asked = False
+    passed_on = 0
     while None in [child.poll() for child in children]:
+        for number in heard[passed_on:]:
+            _send(children, number)
+            passed_on += 1
         for local, child in enumerate(children):
             if child.returncode is not None and not asked:
                 codes.setdefault(local, child.returncode)
@@ -74,9 +82,9 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> dict[int, int]:
     return codes if asked else {local: child.returncode for local, child in enumerate(children)}
 
 
-def _judge(codes: Mapping[int, int], places: list[Place], passed_on: list[int]) -> int:
+def _judge(codes: Mapping[int, int], places: list[Place], heard: list[int]) -> int:
     """The exit code of it all; raise `Lost` if a process was ended by something that it was not told of."""
-    told = {-number: 128 + number for number in passed_on}  # it had not begun to listen
+    told = {-number: 128 + number for number in heard}  # it had not begun to listen
     failures = {local: told.get(code, code) for local, code in codes.items() if code}
     killed = next((local for local, code in failures.items() if code < 0), None)
     if killed is not None:
@@ -90,24 +98,23 @@ def _judge(codes: Mapping[int, int], places: list[Place], passed_on: list[int]) 
 
 
 @contextlib.contextmanager
-def _passing_on(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass signals on to the children, and pause together with them; what was passed on."""
-    passed_on: list[int] = []
+def _listening(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
+    """Note the signals that are for the children, and pause together with them."""
+    heard: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        passed_on.append(number)
-        _send(children, number)
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
         _send(children, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         _send(children, signal.SIGCONT)
 
-    handlers = {getattr(signal, name): pass_on for name in _PASSED_ON} | {signal.SIGTSTP: pause}
-    heard = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    handlers = {getattr(signal, name): note for name in _PASSED_ON} | {signal.SIGTSTP: pause}
+    wanted = {number: handler for number, handler in handlers.items() if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
-        yield passed_on
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

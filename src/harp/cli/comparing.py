@@ -53,6 +53,7 @@ def compare(
     from harp.display import Terminal
     from harp.errors import RecipeError
     from harp.keeper import Stop
+    from harp.launchers import scheduler
     from harp.launchers.slurm import Slurm
     from harp.recipe import unknown
 
@@ -70,6 +71,8 @@ def compare(
         _show(comparison, comparison.execute(jobs, devices=devices, stop=stop), display, as_json)
         return
     queue = Slurm(comparison.folder, comparison.jobs(devices), sbatch, devices)
+    if not dry_run:
+        scheduler.require()
     comparison.write_recipes()
     if dry_run:
         written = queue.write()

@@ -11,9 +11,13 @@ quarter.
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from harp.errors import ModelError, RecipeError
 from harp.estimate import machine, measuring
 from harp.estimate.known import Sizes
 from harp.estimate.passes import Passes
+from harp.keeper import heard
 from harp.recipe import Recipe
 
 WORLD_INTENSITY = 475.0
@@ -80,14 +85,17 @@ def _measured(made: Recipe, wish: measuring.Wish) -> dict[str, Any]:
     words = [sys.executable, "-m", "harp.estimate.measuring"]
     pipe = subprocess.PIPE
     environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
-    process = subprocess.Popen(
-        words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
-    )
+    process = None
     try:
+        with _unbroken():
+            process = subprocess.Popen(
+                words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+            )
         out, err = process.communicate(measuring.message(made, wish))
     except BaseException:
-        process.kill()
-        process.communicate()
+        if process is not None:
+            process.kill()
+            process.communicate()
         raise
     name = made.stages[wish.stage].name
     if process.returncode:
@@ -98,6 +106,21 @@ def _measured(made: Recipe, wish: measuring.Wish) -> dict[str, Any]:
         raise ModelError(f"stage {name!r} can't be measured: {why.removeprefix('harp.errors.')}")
     told: dict[str, Any] = json.loads(out.splitlines()[-1])
     return told
+
+
+@contextmanager
+def _unbroken() -> Iterator[None]:
+    """Let signals wait for the end of the block: one that came while a process is being started would orphan it."""
+    came: list[int] = []
+    numbers = heard() if threading.current_thread() is threading.main_thread() else []  # others are never interrupted
+    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 def _summed(

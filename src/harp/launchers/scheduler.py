@@ -10,6 +10,7 @@ from typing import NamedTuple
 from harp.errors import SchedulerError
 
 _PATIENCE = 60.0  # seconds that a command may take
+_ABSENT = "there is no {} here: --launcher slurm is for machines with SLURM (--dry-run only writes files)"
 _RUNS = {"RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
 _ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT")
@@ -21,6 +22,12 @@ class Waiting(NamedTuple):
 
     runs: bool
     note: str
+
+
+def require() -> None:
+    """Refuse to go on where no job can be submitted."""
+    if shutil.which("sbatch") is None:
+        raise SchedulerError(_ABSENT.format("sbatch"))
 
 
 def submit(script: Path, after: str | None) -> str:
@@ -80,9 +87,7 @@ def _call(words: list[str]) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_PATIENCE)
     except FileNotFoundError as error:
-        raise SchedulerError(
-            f"there is no {words[0]} here: --launcher slurm is for machines with SLURM (--dry-run only writes files)"
-        ) from error
+        raise SchedulerError(_ABSENT.format(words[0])) from error
     except OSError as error:
         raise SchedulerError(f"{words[0]} can't be started: {error.strerror or error}") from error
     except subprocess.TimeoutExpired as error:
