@@ -196,6 +196,31 @@ def test_same_seed_same_masks_other_seed_others(method: str) -> None:
         assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("method", sorted(PRUNERS))
+def test_gradients_of_an_earlier_training_do_not_count(method: str, case: str) -> None:
+    def trained(stale: str) -> dict[str, torch.Tensor]:
+        model = cases.build(case)
+        for parameter in model.parameters() if stale == "before the pruner" else ():
+            parameter.grad = torch.full_like(parameter, 100.0)
+        pruner = make(method, model)
+        for parameter in model.parameters() if stale == "before fit" else ():
+            parameter.grad = torch.full_like(parameter, 100.0)
+        if stale == "before fit":
+            fit(model, [cases.batch()], Natural(), pruner, epochs=1)
+        else:
+            train(model, pruner, 2)
+        return model.state_dict()
+
+    def fitted() -> dict[str, torch.Tensor]:
+        model = cases.build(case)
+        fit(model, [cases.batch()], Natural(), make(method, model), epochs=1)
+        return model.state_dict()
+
+    for found, expected in ((trained("before the pruner"), trained("no")), (trained("before fit"), fitted())):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_fixed_masks_never_drift_under_any_optimiser(optimizer: Any) -> None:
     model = cases.build("conv")

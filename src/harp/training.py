@@ -204,6 +204,7 @@ class _Training:
         if self.fabric.world_size > 1:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)
+        self.model.zero_grad()  # of a training before this one: the optimiser may not have them all
         self.pruner.start(self.plan)
 
     def train_step(self, x: Tensor, y: Tensor) -> float:

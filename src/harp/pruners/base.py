@@ -69,6 +69,9 @@ class Pruner(nn.Module):
         self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
         self._flags: dict[str, bool] = {}
+        # An optimiser that steps latents never clears the weights' gradients: an earlier training's would be added to
+        # the first ones of this.
+        units.model.zero_grad()
 
     def wrap(self, objective: Objective) -> Objective:
         """What is minimised, given the objective of the training; most methods leave it alone."""
