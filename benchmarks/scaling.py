@@ -5,7 +5,8 @@ works the others wait. Batch norms are synchronised and gradients averaged as in
 
 ratio     the steps a second of two processes over those of one, by wall time; it needs two free cores.
 effort    the same by CPU time, of the busier process: what the exchange and smaller batches cost, whatever else runs.
-memory    how the resident set of each process grows over the last steps of the two processes, by a straight line.
+memory    the highest resident set of each of the two processes in the first half of the steps, and in the second: an
+          allocator gives pages back now and then, so single values go up and down, but what leaks raises the peaks.
 pipeline  the batches alone, drawn and augmented without a step, relative to a step of one process.
 """
 
@@ -106,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             group.end()
     seconds = {name: statistics.median(wall[name]) for name in wall}
     effort = {name: statistics.median(cpu[name]) for name in cpu}
-    slopes = [round(_slope(each["resident"][len(each["resident"]) // 4 :]), 3) for each in told]
+    peaks = [_peaks(each["resident"]) for each in told]
     result = {
         "benchmark": "scaling",
         "model": options.model,
@@ -121,8 +122,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "two_cpu_seconds": round(effort["two"], 4),
         "effort": round(effort["one"] / effort["two"], 3),
         "memory_steps": options.memory,
-        "memory_mb": [round(each["resident"][-1] / 1024, 1) for each in told],
-        "memory_slope_kb_a_step": slopes,
+        "memory_peaks_mb": peaks,
+        "memory_growth_mb": [round(last - first, 1) for first, last in peaks],
         "pipeline_seconds": round(alone, 5),
         "pipeline_share": round(alone / effort["one"], 4),
         "wall_seconds": {name: [round(each, 4) for each in wall[name]] for name in wall},
@@ -226,11 +227,10 @@ def _resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _slope(values: list[int]) -> float:
-    """How much a value grows a step, by least squares."""
-    middle, mean = (len(values) - 1) / 2, statistics.fmean(values)
-    above = sum((i - middle) * (value - mean) for i, value in enumerate(values))
-    return above / max(1.0, sum((i - middle) ** 2 for i in range(len(values))))
+def _peaks(kilobytes: list[int]) -> list[float]:
+    """The highest value of the first and of the second half, in megabytes."""
+    middle = len(kilobytes) // 2
+    return [round(max(half or kilobytes) / 1024, 1) for half in (kilobytes[:middle], kilobytes[middle:])]
 
 
 def _table(result: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ def _table(result: dict[str, Any]) -> None:
     for name in ("one", "two"):
         print(f"{name:<10} {result[f'{name}_seconds']:8.3f} {result[f'{name}_cpu_seconds']:8.3f}")
     print(f"two are x{result['ratio']:.2f} as fast by the clock, x{result['effort']:.2f} by CPU time")
-    print(f"memory {result['memory_mb']} MB, growing by {result['memory_slope_kb_a_step']} kB a step")
+    print(f"memory: peaks of both halves of {result['memory_steps']} steps {result['memory_peaks_mb']} MB")
     print(f"the batches alone take {result['pipeline_share']:.2%} of a step")
 
 

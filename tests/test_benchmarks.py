@@ -113,4 +113,4 @@ def test_scaling_compares_two_processes_with_one(capsys: pytest.CaptureFixture[s
     assert scaling.main(tiny) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["ratio"] > 0 and result["effort"] > 0 and 0 < result["pipeline_share"] < 1
-    assert len(result["memory_slope_kb_a_step"]) == 2 and len(result["wall_seconds"]["two"]) == 2
+    assert len(result["memory_growth_mb"]) == 2 and len(result["wall_seconds"]["two"]) == 2
