@@ -31,9 +31,9 @@ from benchmarks.timing import cpu_name, interleaved, load
 from harp import data
 from harp.batches import Augment, Batches, ResizedCrop
 from harp.errors import HarpError
-from harp.loading import PREFETCH
 from harp.readers import pillow
 from harp.sharding import write_shards
+from harp.streaming.loading import PREFETCH
 
 SMALL, LARGE = "64", "224"
 

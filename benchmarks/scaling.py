@@ -28,7 +28,7 @@ from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import cpu_name, load
 
 from harp.errors import HarpError
-from harp.placement import Place
+from harp.processes.placement import Place
 
 SHAPE, CLASSES = (3, 32, 32), 10
 WORKER = "HARP_SCALING"  # the variable that tells a process that it is one of those who train
@@ -156,8 +156,8 @@ def train(options: argparse.Namespace) -> None:
 
     from harp import models
     from harp.batches import Augment, Batches
-    from harp.engine import launch
     from harp.objectives import PgdTraining
+    from harp.processes.engine import launch
     from harp.pruners import Dense
     from harp.split import Split
     from harp.training import fit

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from harp.assault import Assault
 from harp.attacks import Apgd, Pgd
 from harp.batches import Batches
-from harp.engine import launch
 from harp.errors import Interrupted
 from harp.free import FreeTraining
 from harp.keeper import Keeper, Stop
 from harp.objectives import Natural, PgdTraining
-from harp.peers import of_this_run
+from harp.processes.engine import launch
+from harp.processes.peers import of_this_run
 from harp.pruners import PRUNERS
 from harp.split import Split
 from harp.training import fit

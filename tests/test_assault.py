@@ -19,7 +19,7 @@ from harp.attacks.stepwise import State, Stepwise
 from harp.errors import Interrupted
 from harp.frozen import Logits
 from harp.keeper import Stop
-from harp.peers import Alone
+from harp.processes.peers import Alone
 from tests import cases
 
 EPSILON = 0.08

@@ -12,8 +12,8 @@ from harp.attacks import Pgd
 from harp.batches import Batches
 from harp.errors import RecipeError
 from harp.free import FreeTraining
-from harp.noise import common, normal, shared, uniform
 from harp.objectives import OBJECTIVES, FastTraining
+from harp.processes.noise import common, normal, shared, uniform
 from harp.pruners import PRUNERS, Dense, Fixed, Harp, Magnitude
 from harp.schedules import constant, steps
 from harp.split import Split

@@ -13,7 +13,7 @@ from harp.data import load
 from harp.errors import DataError
 from harp.readers import Names, Payload, TarIndex, read_mat5_records
 from harp.sources.wordnet import class_names
-from harp.streamed import Streamed
+from harp.streaming.streamed import Streamed
 from tests.pictures import encoded, fill, tar, tar_bytes
 
 pytest.importorskip("PIL.Image")

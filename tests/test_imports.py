@@ -9,13 +9,11 @@ import harp
 
 SOURCE = Path(harp.__file__).parent
 LAYERS = [
-    {"errors", "seeds", "display", "confidence", "noise", "ranks"},
-    {"files", "normalize", "readers", "modes", "placement", "schedules", "standings", "energy", "synchronise"},
+    {"errors", "seeds", "display", "confidence"},
+    {"files", "processes", "normalize", "readers", "modes", "schedules", "standings", "energy"},
     {"seal", "plain", "finite"},
-    {"supervisor", "cluster"},
-    {"engine", "peers"},
-    {"compact", "augment", "streamed", "corrupt"},
-    {"sparse", "loading"},
+    {"compact", "streaming"},
+    {"sparse"},
     {"frozen"},
     {"checkpoint", "split", "models"},
     {"states"},

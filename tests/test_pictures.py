@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp.augment import ResizedCrop
 from harp.errors import DataError, RecipeError
 from harp.readers import Centre, careful, upright
+from harp.streaming.augment import ResizedCrop
 from tests.pictures import encoded
 from tests.test_data import quick
 

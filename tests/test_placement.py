@@ -3,7 +3,7 @@
 import pytest
 
 from harp.errors import RecipeError
-from harp.placement import Place, first_host, here
+from harp.processes.placement import Place, first_host, here
 
 STEP = {
     "SLURM_JOB_ID": "123456",

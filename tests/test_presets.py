@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from harp import engine, finished, presets
+from harp import finished, presets
 from harp.errors import RecipeError
 from harp.masks import kept
+from harp.processes import engine
 from harp.pruners import PRUNERS
 from harp.recipe import parse
 from harp.run import Run

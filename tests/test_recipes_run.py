@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from harp import assess, engine, models, pruners, recipe, study
+from harp import assess, models, pruners, recipe, study
 from harp.channels import Channels
+from harp.processes import engine
 from harp.run import Run
 from harp.split import DataSet, Split
 from harp.units import Units, Weights

@@ -17,7 +17,7 @@ from harp.data import DataSet, load
 from harp.display import Quiet
 from harp.errors import DataError, Interrupted, RecipeError
 from harp.run import Run
-from harp.streamed import Streamed
+from harp.streaming.streamed import Streamed
 from tests.conftest import Harp
 from tests.pictures import encoded, fill
 from tests.test_streaming import damage

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harp.batches import Augment, Batches, ResizedCrop
-from harp.corrupt import Corrupt
 from harp.data import DataSet, Split, holdout, load
 from harp.errors import DataError, RecipeError
-from harp.loading import PREFETCH, Checking, Job, Loading, default_workers
 from harp.readers import Place
-from harp.streamed import Streamed
+from harp.streaming.corrupt import Corrupt
+from harp.streaming.loading import PREFETCH, Checking, Job, Loading, default_workers
+from harp.streaming.streamed import Streamed
 from tests.pictures import encoded, fill
 
 pytest.importorskip("PIL.Image")
@@ -94,7 +94,7 @@ def test_the_fingerprint_reads_no_image(tmp_path: Path, monkeypatch: pytest.Monk
         return load("folder", tmp_path, options.pop("size", 8), stream=True, **options).fingerprint()
 
     first = tmp_path / "train/class0/000.jpg"
-    monkeypatch.setattr("harp.streamed.decode", None)
+    monkeypatch.setattr("harp.streaming.streamed.decode", None)
     seen = [fingerprint()]
     assert fingerprint() == seen[0]
     seen += [fingerprint(size=9), fingerprint(margin=1.25)]

@@ -15,7 +15,7 @@ from harp.errors import LOST
 SCRIPT = """
 import os, signal, sys, time
 sys.path.insert(0, {source!r})
-from harp import placement, supervisor
+from harp.processes import placement, supervisor
 from harp.errors import Lost
 
 supervisor._FIRMLY, supervisor._PATIENCE = 0.3, 0.8

@@ -17,8 +17,8 @@ from harp import checkpoint, files, metrics, recipe
 from harp.cli import clock
 from harp.errors import TIME_IS_UP, CheckpointError, DiskError, Interrupted
 from harp.keeper import Stop
+from harp.processes.supervisor import SUPERVISOR
 from harp.run import Run
-from harp.supervisor import SUPERVISOR
 from tests.conftest import Harp
 from tests.test_cli import RECIPE
 

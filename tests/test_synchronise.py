@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from harp.synchronise import Synchronised, share_buffers
+from harp.processes.synchronise import Synchronised, share_buffers
 
 WORLD = 3
 SIZES = [5, 1, 2]  # images of each process

@@ -27,7 +27,7 @@ from harp.attacks.stepwise import Packing, Stepwise
 from harp.errors import CheckpointError, DiskError, Interrupted
 from harp.frozen import frozen
 from harp.keeper import Stop
-from harp.peers import Alone
+from harp.processes.peers import Alone
 from harp.seeds import derive
 
 logger = logging.getLogger("harp")

@@ -27,7 +27,7 @@ from harp.checkpoint import fingerprint
 from harp.display import Quiet
 from harp.errors import DataError, Interrupted, ModelError
 from harp.keeper import Stop, insist
-from harp.peers import Alone
+from harp.processes.peers import Alone
 from harp.readable import readable
 from harp.seeds import derive
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harp.augment import Augment, ResizedCrop
-from harp.corrupt import Corrupt
 from harp.data import Split
 from harp.errors import DataError, RecipeError
-from harp.loading import Decoding, Job, Loading, check_workers
 from harp.seeds import derive
-from harp.streamed import Streamed
+from harp.streaming.augment import Augment, ResizedCrop
+from harp.streaming.corrupt import Corrupt
+from harp.streaming.loading import Decoding, Job, Loading, check_workers
+from harp.streaming.streamed import Streamed
 
 __all__ = ["Augment", "Batches", "ResizedCrop"]
 

@@ -13,7 +13,7 @@ import harp
 from harp.answers import classes_of
 from harp.assault import Assault
 from harp.attacks import Attack, check_number
-from harp.peers import Alone
+from harp.processes.peers import Alone
 
 _Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
 

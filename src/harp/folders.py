@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harp import data, engine, models
+from harp import data, models
 from harp.errors import RecipeError
+from harp.processes import engine
 from harp.recipe import Recipe
 
 

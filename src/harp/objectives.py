@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
 from harp.free import FreeTraining
 from harp.frozen import Logits, frozen
-from harp.noise import normal
+from harp.processes.noise import normal
 
 # The published code of TRADES and MART starts the attack at normal noise of this size around the image.
 _NOISE = 0.001

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from harp import files
 from harp.errors import CheckpointError, DataError
-from harp.loading import Checking, Job, Loading, default_workers
 from harp.sources.index import user_cache
 from harp.split import Split
-from harp.streamed import Streamed
+from harp.streaming.loading import Checking, Job, Loading, default_workers
+from harp.streaming.streamed import Streamed
 
 logger = logging.getLogger("harp")
 

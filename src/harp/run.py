@@ -32,13 +32,11 @@ from harp import (
     checkpoint,
     cost,
     data,
-    engine,
     evaluate,
     files,
     folders,
     masks,
     objectives,
-    peers,
     pruners,
     training,
 )
@@ -46,20 +44,21 @@ from harp.batches import Augment, Batches, ResizedCrop
 from harp.channels import Channels, Cut, Latency
 from harp.channels.dead import spread_back
 from harp.compacting import compacted
-from harp.corrupt import Corrupt
 from harp.display import Quiet
 from harp.energy import CPU_WATTS, GPU_WATTS, Meter
 from harp.errors import Diverged, Interrupted, RecipeError
 from harp.keeper import Keeper, Stop, insist
-from harp.loading import default_workers
 from harp.masks import Masks
 from harp.metrics import MetricsFile
+from harp.processes import engine, peers
 from harp.readable import readable
 from harp.recipe import Recipe, Stage
 from harp.schedules import SCHEDULES
 from harp.seeds import derive
 from harp.states import States
-from harp.streamed import Streamed
+from harp.streaming.corrupt import Corrupt
+from harp.streaming.loading import default_workers
+from harp.streaming.streamed import Streamed
 from harp.units import Units, Weights
 
 logger = logging.getLogger("harp")

@@ -1,7 +1,7 @@
 """Images and labels, what is checked of them, and the images set aside.
 
 A data set is two tensors a split: images as uint8 or float32 in [0, 1], and labels. Images that are too many for the
-memory are a `harp.streamed.Streamed`, which stands for a tensor of uint8 and stays in its files.
+memory are a `harp.streaming.streamed.Streamed`, which stands for a tensor of uint8 and stays in its files.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harp.errors import DataError
 from harp.seeds import derive
-from harp.streamed import Streamed
+from harp.streaming.streamed import Streamed
 
 TOLERANCE = 1e-6
 """How far a pixel may leave [0, 1] by rounding."""

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from harp import finite, ranks
+from harp import finite
 from harp.data import check_batch
-from harp.engine import launch
 from harp.errors import CheckpointError, ModelError, RecipeError
 from harp.files import reason
 from harp.finite import Guard
 from harp.free import Free
 from harp.frozen import frozen
-from harp.noise import shared
+from harp.processes import ranks
+from harp.processes.engine import launch
+from harp.processes.noise import shared
+from harp.processes.synchronise import Synchronised, share_buffers, synchronising
 from harp.pruners.base import Objective, Plan, Pruner
 from harp.schedules import cosine
 from harp.seeds import derive
 from harp.sparse.training import SparseForward
-from harp.synchronise import Synchronised, share_buffers, synchronising
 
 logger = logging.getLogger("harp")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harp.errors import DataError, ModelError, RecipeError
 from harp.frozen import Logits
-from harp.noise import normal, uniform
+from harp.processes.noise import normal, uniform
 
 NORMS = ("linf", "l2")
 

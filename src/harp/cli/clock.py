@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from harp.supervisor import SUPERVISOR
+from harp.processes.supervisor import SUPERVISOR
 
 
 def began() -> float:

@@ -20,7 +20,7 @@ from harp.cli.options import (
     Nodes,
     Weights,
 )
-from harp.placement import Machines
+from harp.processes.placement import Machines
 
 _FULL = ("fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack")
 
@@ -70,12 +70,13 @@ def evaluate(
     A deployed file is attacked as it is: what gradients find on its twin in torch is replayed on it, and Square, which
     needs answers only, asks it directly.
     """
-    from harp import assess, card, deployed, engine, peers, presets, summary
+    from harp import assess, card, deployed, presets, summary
     from harp.attacks import Ball
     from harp.audit import Audit
     from harp.display import Quiet, Terminal
     from harp.errors import RecipeError
     from harp.keeper import Stop
+    from harp.processes import engine, peers
 
     if deployed.is_artefact(target):
         asked = deployment.Wishes(

@@ -27,7 +27,7 @@ from harp.cli.options import (
     Weights,
     Workers,
 )
-from harp.placement import Machines
+from harp.processes.placement import Machines
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ def _run(
 def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, care: Care) -> None:
     from harp import card, finished, picture, summary
     from harp.display import Quiet, Terminal
-    from harp.engine import launch
     from harp.errors import MissingExtra
     from harp.keeper import Stop
+    from harp.processes.engine import launch
     from harp.run import Run
 
     stop = Stop(care.limit, BEGAN)

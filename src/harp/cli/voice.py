@@ -5,8 +5,8 @@ import sys
 
 import typer
 
-from harp import placement
 from harp.errors import Lost
+from harp.processes import placement
 
 
 def say(text: str) -> None:
@@ -25,7 +25,7 @@ def say_first(text: str) -> None:
 
 def say_lost(lost: Lost) -> None:
     """Print that another process is gone, unless the one who started this one is there to tell it."""
-    from harp import peers
+    from harp.processes import peers
 
     place = placement.here()
     if place is None or (not peers.is_supervised() and _speaks("", place.rank)):
@@ -34,7 +34,7 @@ def say_lost(lost: Lost) -> None:
 
 def loss(error: RuntimeError) -> Lost | None:
     """What an exchange with a process that is gone ended with, in one line; None if the error is another one."""
-    from harp import peers
+    from harp.processes import peers
 
     if "torch" not in sys.modules or not peers.was_lost(error):
         return None
@@ -50,6 +50,6 @@ def _speaks(text: str, rank: int) -> bool:
     """Whether this process is the one to say something; an empty text is one that anything else stands for."""
     if "torch" not in sys.modules:
         return rank == 0
-    from harp import peers
+    from harp.processes import peers
 
     return peers.of_this_run().speaks(text) if peers.several() else rank == 0

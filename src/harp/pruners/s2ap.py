@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
+from harp.processes.synchronise import beside
 from harp.pruners.base import Objective
-from harp.synchronise import beside
 
 
 class Scored(Protocol):

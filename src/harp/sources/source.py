@@ -16,7 +16,7 @@ from harp.display import Quiet
 from harp.errors import DataError
 from harp.readers import Array, Bytes, Centre, Extents, Integers, memory_size
 from harp.split import DataSet, Split
-from harp.streamed import Streamed
+from harp.streaming.streamed import Streamed
 
 logger = logging.getLogger("harp")
 

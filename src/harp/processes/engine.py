@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from harp import placement
 from harp.errors import RecipeError
-from harp.placement import Machines, Place
-from harp.supervisor import supervise
+from harp.processes import placement
+from harp.processes.placement import Machines, Place
+from harp.processes.supervisor import supervise
 
 # How long processes wait for each other in an exchange before they give up. One that is dead is noticed much sooner.
 TIMEOUT = timedelta(minutes=30)
@@ -64,7 +64,7 @@ def _fabric(precision: str, accelerator: str, place: Place) -> Any:
     from lightning_fabric import Fabric  # two seconds of import that only training needs
     from lightning_fabric.strategies.ddp import DDPStrategy
 
-    from harp.cluster import Cluster
+    from harp.processes.cluster import Cluster
 
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # five lines a process on how it found the others
     settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.locals, "num_nodes": place.nodes}

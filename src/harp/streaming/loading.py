@@ -26,17 +26,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from harp.augment import Augment, ResizedCrop
 from harp.errors import DataError, RecipeError
 from harp.readers import Array, Bytes, Centre, Place, careful, read_place, upright
-from harp.streamed import decode
+from harp.streaming.augment import Augment, ResizedCrop
+from harp.streaming.streamed import decode
 
 logger = logging.getLogger("harp")
 
 PREFETCH = 2
 """Batches that each worker decodes ahead."""
 
-_PRELOADED = ("harp.loading", "PIL.ImageOps", "PIL.JpegImagePlugin", "PIL.PngImagePlugin", "PIL.WebPImagePlugin")
+_PRELOADED = (
+    "harp.streaming.loading",
+    "PIL.ImageOps",
+    "PIL.JpegImagePlugin",
+    "PIL.PngImagePlugin",
+    "PIL.WebPImagePlugin",
+)
 _MMAP_THRESHOLD = -3  # glibc's number for it
 _MOST = 8  # workers by default: more are rarely kept busy by one training
 

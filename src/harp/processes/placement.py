@@ -1,6 +1,6 @@
 """Where a process stands among those that train together, as told by whoever started it.
 
-torchrun and our own `harp.supervisor` set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+torchrun and our own supervisor set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
 srun sets SLURM_* for every task of a step. The variables that SLURM sets for a whole job are no sign of srun: a plain
 command in a batch script has them too, and would wait for others that never come.
 """
@@ -19,7 +19,7 @@ _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 @dataclass(frozen=True)
 class Machines:
-    """What somebody wants to run on: the arguments of `harp.engine.launch`."""
+    """What somebody wants to run on: the arguments of `harp.processes.engine.launch`."""
 
     devices: int = 1
     accelerator: str = "auto"

@@ -4,7 +4,7 @@
 
 Signals go to all of them, once. When one ends too soon the others get a moment to notice and end by themselves, then
 they are ended; the command says what happened, and exits with a code that is not zero. Nothing is left behind: should
-this process be killed, those that it started end as well (see `harp.peers`).
+this process be killed, those that it started end as well (see `harp.processes.peers`).
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 
 from harp.errors import LOST, Lost
-from harp.placement import PORT, Place
+from harp.processes.placement import PORT, Place
 
 SUPERVISOR = "HARP_SUPERVISOR"  # the variable by which a process knows who started it
 

@@ -2,7 +2,7 @@
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from harp.placement import Place
+from harp.processes.placement import Place
 
 
 class Cluster(ClusterEnvironment):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from harp.errors import LOST, Lost
-from harp.supervisor import SUPERVISOR
+from harp.processes.supervisor import SUPERVISOR
 
 BEAT = 2.0  # seconds between two notes
 LATE = 30  # beats without a new note of another process, after which it counts as dead
@@ -201,7 +201,7 @@ def was_lost(error: BaseException) -> bool:
 
 
 def is_supervised() -> bool:
-    """Whether `harp.supervisor` has started this process, and will tell how it ended."""
+    """Whether `harp.processes.supervisor` has started this process, and will tell how it ended."""
     return SUPERVISOR in os.environ
 
 

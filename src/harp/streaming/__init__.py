@@ -1,0 +1,1 @@
+"""Images that stay in their files: decoded when they are asked for, augmented, ahead of the training."""
