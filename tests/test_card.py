@@ -15,6 +15,7 @@ import yaml
 from torch import nn
 
 from harp import card, data, finished, recipe
+from harp.card.papers import PAPERS
 from harp.errors import CheckpointError, HarpError, RecipeError
 from harp.pruners import PRUNERS
 from tests.finished_run import accuracy, content, distances, edit, make, score
@@ -183,16 +184,16 @@ def test_sources_lose_their_paths(source: str, kept: str) -> None:
 
 
 def test_every_method_has_a_name() -> None:
-    assert set(card.PAPERS) == set(PRUNERS) - {"dense", "fixed"}
+    assert set(PAPERS) == set(PRUNERS) - {"dense", "fixed"}
 
 
 def test_every_method_and_objective_can_be_described(tmp_path: Path) -> None:
     make(tmp_path, content(model=TINY, keep=0.5))
-    for number, name in enumerate(card.PAPERS):
+    for number, name in enumerate(PAPERS):
         objective = ("natural", "pgd", "trades", "mart")[number % 4]
         made = recipe.parse(content(model=TINY, method=name, keep=0.5, objective=objective))
         (tmp_path / "recipe.yaml").write_text(made.to_yaml())
-        assert f"pruning by {card.PAPERS[name][0]}" in card.card(tmp_path)
+        assert f"pruning by {PAPERS[name][0]}" in card.card(tmp_path)
 
 
 def test_shapes_and_test_sets_are_those_of_the_data_sets() -> None:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp import masks as mask_ops
+from harp import objectives
 from harp.allocate import allocate
 from harp.errors import ModelError, RecipeError
 from harp.kfac import layer_product
-from harp.objectives import OBJECTIVES, Natural, PgdTraining
+from harp.objectives import Natural, PgdTraining
 from harp.pruners import Mad
 from harp.pruners.mad import _damage, by_rows, order, soft_masks
 from harp.training import fit
@@ -402,6 +403,5 @@ def test_a_loss_that_does_not_attack_is_refused() -> None:
 
 
 def test_it_is_fine_tuned_by_a_gentler_mart() -> None:
-    options = dict(Mad.finetuning)
-    assert OBJECTIVES[options.pop("name")](**options).beta == 0.5
+    assert objectives.made(Mad.finetuning).beta == 0.5
     assert Mad.passes == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from harp import assess, models, pruners, recipe, study
+from harp import assess, models, objectives, pruners, recipe, schedules, study
 from harp.channels import Channels
 from harp.processes import engine
 from harp.run import Run
@@ -150,7 +150,7 @@ def test_settings_of_the_paper(name: str) -> None:
     assert (made.evaluate.attacks, made.evaluate.examples) == (["fgsm", "pgd-10", "pgd-20", "cw"], None)
     assert assess.threat(made).epsilon == 8 / 255
     if made.objective["name"] != "natural":
-        objective = Run.objective(_Bare(made), pruning(made))  # type: ignore[arg-type]
+        objective = objectives.made(made.stage_objective(pruning(made)))
         assert (objective.epsilon, objective.step, objective.steps) == (8 / 255, 2 / 255, 10)
         assert getattr(objective, "beta", None) == {"pgd": None, "trades": 6, "mart": 5}[made.objective["name"]]
 
@@ -162,12 +162,12 @@ def test_settings_of_the_papers_large_scale(name: str) -> None:
     assert made.model.name == "resnet50" and made.model.normalize is not None
     assert [(s.name, s.epochs) for s in made.stages] == [("pretrain", 23), ("prune", 5), ("finetune", 25)]
     for stage, rate in zip(made.stages, (0.1, 0.1, 0.01), strict=True):
-        objective = Run.objective(_Bare(made), stage)  # type: ignore[arg-type]
+        objective = objectives.made(made.stage_objective(stage))
         assert (objective.epsilon, objective.replays, objective.step) == (4 / 255, 4, None)
         assert objective.fresh == (stage.name != "pretrain")
         settings = stage.optimizer
         assert (settings.lr, settings.momentum, settings.weight_decay) == (rate, 0.9, 1e-4)
-    factor = Run.schedule(_Bare(made), made.stages[0])  # type: ignore[arg-type]
+    factor = schedules.made(made.stages[0].optimizer.schedule)
     assert [round(factor(epoch / 23), 9) for epoch in (0, 7.99, 8, 15.99, 16)] == [1, 1, 0.1, 0.1, 0.01]
     assert pruning(made).pruner.get("gamma_step") == (0.1 if "/harp-" in name else None)
     assert assess.threat(made).epsilon == 4 / 255
@@ -198,11 +198,6 @@ def layout(kind: type[pruners.Pruner], made: recipe.Recipe, warm_up: int) -> lis
         return (before if reads else []) + [("train", 220)]
     passes = 20 if kind.passes is None else kind.passes
     return [*before, ("prune", passes), ("finetune", 120 - passes)]
-
-
-class _Bare:
-    def __init__(self, made: recipe.Recipe) -> None:
-        self.recipe = made
 
 
 def test_pre_training_is_shared() -> None:
@@ -247,7 +242,7 @@ def test_objectives_and_attacks_can_be_made(name: str) -> None:
     made = recipe.load(name)
     assert set(made.model.options) <= {"width"}  # so that the network above is the recipe's
     for stage in made.stages:
-        objective = Run.objective(_Bare(made), stage)  # type: ignore[arg-type]
+        objective = objectives.made(made.stage_objective(stage))
         assert callable(objective.begin() if hasattr(objective, "begin") else objective)
     assert all(callable(assess.attack_of(wish, assess.threat(made))[1]) for wish in made.evaluate.attacks)
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from harp import artefact, attacks, checkpoint, data, evaluate, models, recipe
+from harp import artefact, attacks, checkpoint, data, evaluate, models, objectives, recipe
 from harp.answers import classes_of
 from harp.assault import Assault, Outcome
 from harp.attacks import Ball
 from harp.channels import Channels, Latency, price
 from harp.errors import RecipeError
-from harp.objectives import OBJECTIVES
 from harp.readable import readable
 from harp.units import Units, Weights
 
@@ -99,10 +98,9 @@ def noise_of(source: data.DataSet) -> torch.Tensor:
 
 def threat(made: recipe.Recipe) -> Ball:
     """The ball that a recipe evaluates in: its objective's, unless the evaluation has an epsilon of its own."""
-    trained = dict(made.objective)
-    usual = getattr(OBJECTIVES[trained.pop("name")](**trained), "epsilon", DEFAULT.epsilon)
+    usual = getattr(objectives.made(made.objective), "epsilon", DEFAULT.epsilon)
     epsilon = usual if made.evaluate.epsilon is None else made.evaluate.epsilon
-    return Ball(epsilon, trained.get("norm", DEFAULT.norm))
+    return Ball(epsilon, made.objective.get("norm", DEFAULT.norm))
 
 
 def attack_of(wish: str | Mapping[str, Any], ball: Ball) -> tuple[str, Any]:

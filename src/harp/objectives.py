@@ -10,7 +10,7 @@ losses at the same images attack once. One that keeps something from step to ste
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,3 +203,9 @@ OBJECTIVES: dict[str, type[Natural] | type[PgdTraining] | type[Trades] | type[Ma
     "trades": Trades,
     "mart": Mart,
 }
+
+
+def made(part: Mapping[str, Any]) -> Any:
+    """The objective that a recipe describes: its name and its options."""
+    options = dict(part)
+    return OBJECTIVES[options.pop("name")](**options)

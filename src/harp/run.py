@@ -38,6 +38,7 @@ from harp import (
     masks,
     objectives,
     pruners,
+    schedules,
     training,
 )
 from harp.batches import Augment, Batches, ResizedCrop
@@ -53,7 +54,6 @@ from harp.metrics import MetricsFile
 from harp.processes import engine, peers
 from harp.readable import readable
 from harp.recipe import Recipe, Stage
-from harp.schedules import SCHEDULES
 from harp.seeds import derive
 from harp.states import States
 from harp.streaming.corrupt import Corrupt
@@ -245,7 +245,7 @@ class Run:
         corrupt = Corrupt(len(self.train), self.recipe.data.corrupt, folder / "corrupt.txt")
         how: dict[str, Any] = {"augment": self.augment(), "workers": self.workers, "corrupt": corrupt}
         batches = Batches(self.train, self.recipe.data.batch, seed=seed, **how)
-        objective = self.objective(stage)
+        objective = objectives.made(self.recipe.stage_objective(stage))
 
         def on_epoch(record: dict[str, Any]) -> None:
             if self.fabric.is_global_zero:
@@ -265,7 +265,7 @@ class Run:
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
                 optimizer=self.optimizer(stage),
-                schedule=self.schedule(stage),
+                schedule=schedules.made(settings.schedule),
                 accumulate=stage.accumulate,
                 seed=seed,
                 validate=lambda: self.validate(objective),
@@ -333,16 +333,6 @@ class Run:
         if "seed" in inspect.signature(method).parameters:
             options["seed"] = derive(self.recipe.seed, "pruner", self.recipe.stages.index(stage))
         return method(self.units, **options)
-
-    def objective(self, stage: Stage) -> Any:
-        """The stage's objective."""
-        options = dict(self.recipe.stage_objective(stage))
-        return objectives.OBJECTIVES[options.pop("name")](**options)
-
-    def schedule(self, stage: Stage) -> Callable[[float], float]:
-        """The learning rate's factor over the stage."""
-        options = dict(stage.optimizer.schedule)
-        return SCHEDULES[options.pop("name")](**options)
 
     def optimizer(self, stage: Stage) -> Any:
         """What makes the stage's optimiser; None for the loop's own SGD."""

@@ -1,7 +1,8 @@
 """Schedules: the learning rate's factor as a function of progress from 0 to 1."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from harp.errors import RecipeError
 
@@ -38,3 +39,9 @@ SCHEDULES: dict[str, Callable[..., Shape]] = {
     "steps": steps,
     "sawtooth": sawtooth,
 }
+
+
+def made(part: Mapping[str, Any]) -> Shape:
+    """The schedule that a recipe describes: its name and its options."""
+    options = dict(part)
+    return SCHEDULES[options.pop("name")](**options)

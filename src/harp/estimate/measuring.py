@@ -75,7 +75,7 @@ def _memory(made: Recipe, wish: Wish, passing: float) -> dict[str, Any]:
     fits = max(4, int(_SECONDS_FOR_MEMORY / (10 * passing)))
     batch = min(most, fits - fits % 2)
     options = dict(made.stage_objective(made.stages[wish.stage]))
-    options |= {key: 1 for key in ("steps", "replays") if hasattr(_objective(options), key)}
+    options |= {key: 1 for key in ("steps", "replays") if hasattr(objectives.made(options), key)}
     peaks, probes = [], []
     for size in (max(2, batch // 2), batch):
         watch = Stopwatch(made.stages[wish.stage].name)
@@ -173,7 +173,7 @@ def _seconds_of_a_pass(made: Recipe, wish: Wish) -> float:
 
 def _passes(objective: Mapping[str, Any]) -> tuple[int, float]:
     """The updates of a step, and how many forward passes an image takes in each, roughly."""
-    kind = _objective(objective)
+    kind = objectives.made(objective)
     return getattr(kind, "replays", 1), 2 * getattr(kind, "steps", 0) + (6 if hasattr(kind, "beta") else 3)
 
 
@@ -191,11 +191,6 @@ def solved(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     if fixed < 0:
         return 0.0, b / bb
     return (fixed, each) if each > 0 else (0.0, b / bb)
-
-
-def _objective(part: Mapping[str, Any]) -> Any:
-    options = dict(part)
-    return objectives.OBJECTIVES[options.pop("name")](**options)
 
 
 def _affordable(wish: Wish, guess: float) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class Tally:
                 pruned = True
             if identity not in self.seen:
                 self.seen.add(identity)
-                judge = getattr(_objective(made, number), "judge", None)
+                judge = getattr(objectives.made(made.stage_objective(made.stages[number - 1])), "judge", None)
                 held = 1.0 + (self.passes.of_attack(judge()) if judge is not None else 0.0)
                 step = self.passes.of_step(made, stage) if stage.epochs else 0.0
                 epoch = sizes.trained(made) * step + sizes.held(made) * held
@@ -69,11 +69,6 @@ class Tally:
                 self.seen.add(key)
                 total += examples * self.passes.of_attack(attack) * self.passes.operations(made, sizes, number)
         return total
-
-
-def _objective(made: Recipe, number: int) -> Any:
-    options = dict(made.stage_objective(made.stages[number - 1]))
-    return objectives.OBJECTIVES[options.pop("name")](**options)
 
 
 def estimate(

@@ -6,85 +6,23 @@ model hubs read. Everything is taken from the run's folder; no path of the machi
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from harp import artefact, files, finished
-from harp.channels import Cut
+from harp import artefact, files, finished, objectives
+from harp.card.loading import loading
+from harp.card.markdown import plain, table
+from harp.card.papers import OBJECTIVES, PAPERS
 from harp.finished import IMAGES, Finished
 from harp.models import MODELS
-from harp.objectives import OBJECTIVES
 from harp.recipe import Stage
 from harp.summary import epsilon_text
 
 FILE = "MODEL_CARD.md"
 
-PAPERS: Mapping[str, tuple[str, str]] = {
-    "random": ("random masks", ""),
-    "magnitude": ("least weight magnitude (LWM)", ""),
-    "global": ("the largest weights of the whole network", ""),
-    "erk": (
-        "weight magnitude at ERK's rates",
-        "Evci et al., “Rigging the Lottery: Making All Tickets Winners”, ICML 2020",
-    ),
-    "lamp": (
-        "weight magnitude at LAMP's rates",
-        "Lee et al., “Layer-adaptive Sparsity for the Magnitude-based Pruning”, ICLR 2021",
-    ),
-    "hydra": ("HYDRA", "Sehwag et al., “HYDRA: Pruning Adversarially Robust Neural Networks”, NeurIPS 2020"),
-    "harp": ("HARP", "Zhao and Wressnegger, “Holistic Adversarially Robust Pruning”, ICLR 2023"),
-    "harp-s": (
-        "HARP-S (scores only)",
-        "Zhao and Wressnegger, “Holistic Adversarially Robust Pruning”, ICLR 2023",
-    ),
-    "harp-r": ("HARP-r (rates only)", "Zhao and Wressnegger, “Holistic Adversarially Robust Pruning”, ICLR 2023"),
-    "tandem": ("Tandem, a method of HARP's developers", ""),
-    "r-admm": ("R-ADMM", "Ye et al., “Adversarial Robustness vs. Model Compression, or Both?”, ICCV 2019"),
-    "dnr": (
-        "DNR",
-        "Kundu et al., “DNR: A Tunable Robust Pruning Framework Through Dynamic Network Rewiring of DNNs”, "
-        "ASP-DAC 2021",
-    ),
-    "anp-vs": (
-        "ANP-VS",
-        "Madaan et al., “Adversarial Neural Pruning with Latent Vulnerability Suppression”, ICML 2020",
-    ),
-    "mad": (
-        "MAD",
-        "Lee et al., “Masking Adversarial Damage: Finding Adversarial Saliency for Robust and Sparse Network”, "
-        "CVPR 2022",
-    ),
-    "bcs-p": (
-        "BCS-P",
-        "Özdenizci and Legenstein, “Training Adversarially Robust Sparse Networks via Bayesian Connectivity Sampling”, "
-        "ICML 2021",
-    ),
-    "flying-bird": (
-        "Flying Bird",
-        "Chen et al., “Sparsity Winning Twice: Better Robust Generalization from More Efficient Training”, ICLR 2022",
-    ),
-    "flying-bird+": (
-        "Flying Bird+",
-        "Chen et al., “Sparsity Winning Twice: Better Robust Generalization from More Efficient Training”, ICLR 2022",
-    ),
-    "twinrep": (
-        "TwinRep",
-        "Li et al., “Learning Adversarially Robust Sparse Networks via Weight Reparameterization”, AAAI 2023",
-    ),
-}
-"""What each method is called, and where it was published."""
-
-_OBJECTIVES = {
-    "natural": "natural training",
-    "pgd": "adversarial training (Madry et al. 2018)",
-    "fast": "fast adversarial training (Wong et al. 2020)",
-    "free": "free adversarial training (Shafahi et al. 2019)",
-    "trades": "TRADES (Zhang et al. 2019)",
-    "mart": "MART (Wang et al. 2020)",
-}
 _NORMS = {"linf": "L∞", "l2": "L2"}
 _TAGS = {"weights": "sparsity", "channels": "structured-pruning"}
 _HUB = {  # what hubs call the data sets
@@ -109,7 +47,7 @@ def card(run: str | Path) -> str:
     found = finished.read(run)
     parts = [
         _front_matter(found),
-        f"# {_plain(found.recipe.name)}",
+        f"# {plain(found.recipe.name)}",
         _what(found),
         "## Model details\n\n" + _details(found),
         "## How it was trained\n\n" + _training(found),
@@ -118,7 +56,7 @@ def card(run: str | Path) -> str:
         "## Training and evaluation data\n\n" + _data(found),
         "## Quantitative analyses\n\n" + _analyses(found),
         "## Caveats and recommendations\n\n" + _caveats(found),
-        "## How to load it\n\n" + _loading(found),
+        "## How to load it\n\n" + loading(found),
     ]
     cost = _cost(found)
     if cost:
@@ -141,12 +79,6 @@ def rows(found: Finished) -> list[Mapping[str, Any]]:
         if "@" not in str(result["name"]) and sum(result["totals"]) >= sum(chosen.get(key, {"totals": [0]})["totals"]):
             chosen[key] = result
     return list(chosen.values())
-
-
-def _plain(text: object) -> str:
-    """A text of the user's as a text in Markdown: one line, no markup, no cell border."""
-    line = " ".join(str(text).split())
-    return re.sub(r"([\\`*_\[\]|])", r"\\\1", line).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _front_matter(found: Finished) -> str:
@@ -187,17 +119,17 @@ def _architecture(found: Finished) -> str:
     name = f"{Path(file).name}:{function}" if colon and file.endswith(".py") else part.name
     options = ", ".join(f"{key} {value}" for key, value in part.options.items())
     described = f" – {MODELS[name].description}" if name in MODELS and not options else ""
-    return f"`{name}`" + (f" with {_plain(options)}" if options else "") + described
+    return f"`{name}`" + (f" with {plain(options)}" if options else "") + described
 
 
 def _what(found: Finished) -> str:
     method = _method(found)
     made = f"pruned by {method[0]}" if method else "dense (not pruned)"
-    line = f"A classifier of {found.classes} classes for {_plain(found.data)}, {_architecture(found)}, {made}. "
+    line = f"A classifier of {found.classes} classes for {plain(found.data)}, {_architecture(found)}, {made}. "
     line += f"It keeps {found.kept:,} of {found.size:,} {found.unit} ({found.kept / found.size:.3%})."
     if artefact.cut_of(found.folder) is not None:
         line += " What was pruned is not there any more: whole channels were cut out of its tensors."
-    description = _plain(found.recipe.description)
+    description = plain(found.recipe.description)
     return f"{description}\n\n{line}" if description else line
 
 
@@ -278,7 +210,7 @@ def _stage(found: Finished, stage: Stage) -> str:
     name = objective.pop("name")
     threat = ""
     if name != "natural":
-        made = OBJECTIVES[name](**objective)
+        made = objectives.made({"name": name, **objective})
         epsilon = objective.pop("epsilon", getattr(made, "epsilon", None))
         length = {key: getattr(made, key) for key in ("steps", "replays") if hasattr(made, key)}
         others = {**length, **{key: value for key, value in objective.items() if key not in ("norm", "fast")}}
@@ -293,9 +225,9 @@ def _stage(found: Finished, stage: Stage) -> str:
     if does is None:
         options = ", ".join(f"{key} {_number(value)}" for key, value in pruner.items())
         what = "pruning of channels" if channels else "pruning"
-        does = f"{what} by {PAPERS[kind][0]}" + (f" ({_plain(options)})" if options else "")
+        does = f"{what} by {PAPERS[kind][0]}" + (f" ({plain(options)})" if options else "")
     rate = f"{stage.optimizer.name}, learning rate {stage.optimizer.lr:g}, {stage.optimizer.schedule['name']} schedule"
-    return f"**{_plain(stage.name)}**: {stage.epochs} epochs, {does}; {_OBJECTIVES[name]}{threat}; {rate}"
+    return f"**{plain(stage.name)}**: {stage.epochs} epochs, {does}; {OBJECTIVES[name]}{threat}; {rate}"
 
 
 def _number(value: object) -> str:
@@ -305,7 +237,7 @@ def _number(value: object) -> str:
 def _use(found: Finished) -> str:
     return (
         "For research on small networks that withstand adversarial perturbations, and for comparing pruning methods. "
-        f"It knows nothing but the {found.classes} classes of {_plain(found.data)}. Not for decisions about people, "
+        f"It knows nothing but the {found.classes} classes of {plain(found.data)}. Not for decisions about people, "
         "and not as the only safeguard of anything that somebody has a reason to attack."
     )
 
@@ -313,7 +245,7 @@ def _use(found: Finished) -> str:
 def _metrics(found: Finished) -> str:
     attacked = [result for result in rows(found) if result.get("attack")]
     balls = sorted({f"{_norm(r['attack'])} with epsilon {epsilon_text(r)}" for r in attacked})
-    measure = _plain(found.summary["results"][0].get("measure", "accuracy"))
+    measure = plain(found.summary["results"][0].get("measure", "accuracy"))
     mean = " (the mean over the classes)" if measure.startswith("balanced") else ""
     threat = (
         f"The threat is a perturbation of each image, of values in [0, 1], within {'; '.join(balls)}." if balls else ""
@@ -326,18 +258,13 @@ def _metrics(found: Finished) -> str:
 
 def _data(found: Finished) -> str:
     source = meaningful(str(found.summary.get("source", "")))
-    lines = [f"- **Data set**: {_plain(found.data)}" + (f" ({_plain(source)})" if source else "")]
+    lines = [f"- **Data set**: {plain(found.data)}" + (f" ({plain(source)})" if source else "")]
     if found.data in IMAGES:
         lines.append(f"- **Test set**: {IMAGES[found.data][1]:,} images; how many were used is in the table")
     names = found.class_names
     if names != tuple(map(str, range(found.classes))) and len(names) <= 20:
-        lines.append(f"- **Classes**: {', '.join(map(_plain, names))}")
+        lines.append(f"- **Classes**: {', '.join(map(plain, names))}")
     return "\n".join(lines)
-
-
-def _table(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
 def _analyses(found: Finished) -> str:
@@ -352,8 +279,8 @@ def _analyses(found: Finished) -> str:
         interval = f"{result['low']:.1%} – {result['high']:.1%}" if "low" in result and "high" in result else "–"
         old = before.get((result["name"], attack.get("epsilon")), "–")
         counts = [f"{sum(result['totals']):,}", str(result.get("seed", "–"))]
-        cells.append([_plain(result["name"]), threat, old, f"{result['value']:.1%}", interval, *counts])
-    text = [_table(["test", "threat", "before pruning", "this model", "95 % interval", "images", "seed"], cells)]
+        cells.append([plain(result["name"]), threat, old, f"{result['value']:.1%}", interval, *counts])
+    text = [table(["test", "threat", "before pruning", "this model", "95 % interval", "images", "seed"], cells)]
     text += [line for result in rows(found) if (line := _worst(found, result))]
     for distances in found.of_kind("distances"):
         values = [math.inf if value is None else value for value in distances["values"]]
@@ -361,7 +288,7 @@ def _analyses(found: Finished) -> str:
             median, never = sorted(values)[len(values) // 2], sum(map(math.isinf, values))
             shown = "not found" if math.isinf(median) else f"{median:.4g}"
             norm = _NORMS.get(distances["norm"], distances["norm"])
-            attack = _plain(distances.get("attack", "a minimum-norm attack"))
+            attack = plain(distances.get("attack", "a minimum-norm attack"))
             text.append(
                 f"The nearest misclassified image that {attack} found is at a median {norm} distance of {shown} "
                 f"({len(values):,} images, {never:,} never broken)."
@@ -380,7 +307,7 @@ def _worst(found: Finished, result: Mapping[str, Any]) -> str:
     if len(shares) < 2:
         return ""
     share, name = min(shares)
-    return f"Worst class, {_plain(result['name'])}: {_plain(name)}, {share:.1%}."
+    return f"Worst class, {plain(result['name'])}: {plain(name)}, {share:.1%}."
 
 
 def _caveats(found: Finished) -> str:
@@ -400,8 +327,8 @@ def _caveats(found: Finished) -> str:
     checks = found.of_kind("checks")
     odd = [each for check in checks for each in check["findings"] if each.get("verdict") != "good"]
     lines += [
-        f"- Check for false robustness, {_plain(each.get('check', ''))} ({each.get('verdict')}): "
-        f"{_plain(each.get('text', ''))}"
+        f"- Check for false robustness, {plain(each.get('check', ''))} ({each.get('verdict')}): "
+        f"{plain(each.get('text', ''))}"
         for each in odd
     ]
     if not odd:
@@ -435,83 +362,5 @@ def _cost(found: Finished) -> str:
     if seconds:
         lines.append(f"- Training time: {seconds:,.0f} s in all stages")
     if kwh:
-        lines.append(f"- Energy of the training: {kwh:.3g} kWh, {grams:.3g} g of CO2 ({_plain(by)})")
+        lines.append(f"- Energy of the training: {kwh:.3g} kWh, {grams:.3g} g of CO2 ({plain(by)})")
     return "\n".join(lines)
-
-
-def _loading(found: Finished) -> str:
-    part = found.recipe.model
-    file, colon, function = part.name.rpartition(":")
-    spec = f"{Path(file).name}:{function}" if colon and file.endswith(".py") else part.name
-    options = {"num_classes": repr(found.classes), "shape": repr(found.shape or "(CHANNELS, HEIGHT, WIDTH)").strip("'")}
-    options |= {"normalize": repr(part.normalize)} if part.normalize is not None else {}
-    options |= {key: repr(value) for key, value in part.options.items()}
-    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
-    where = "" if found.shape else " (put in the shape of your images)"
-    cut = artefact.cut_of(found.folder)
-    return _loading_dense(spec, arguments, where) if cut is None else _loading_slim(cut, spec, arguments, where)
-
-
-def _loading_dense(spec: str, arguments: str, where: str) -> str:
-    return f"""With HARP{where}:
-
-```python
-import harp
-
-model = harp.build_model({spec!r}, {arguments})
-harp.load_weights(model, "model.safetensors")
-model.eval()
-```
-
-The weights are an ordinary state dict, dense, with zeros where they were pruned. Without HARP, for a definition of your
-own with the same names (`harp submit robustbench` writes one for CIFAR-10):
-
-```python
-from safetensors.torch import load_file
-
-state = load_file("model.safetensors")
-print(len(state), "tensors;", sum(int((value == 0).sum()) for value in state.values()), "zeros")
-# model.load_state_dict(state, strict=True)
-```
-"""
-
-
-def _loading_slim(cut: Cut, spec: str, arguments: str, where: str) -> str:
-    """How to load a network that channels were cut out of, and which of its tensors are smaller."""
-    shapes = []
-    for name, before in cut.shapes.items():
-        if len(before) > 1:
-            now = [len(cut.kept[name].get(axis, range(size))) for axis, size in enumerate(before)]
-            shapes.append([f"`{name}`", *("x".join(map(str, shape)) for shape in (before, now))])
-    return f"""With HARP{where}:
-
-```python
-from pathlib import Path
-
-import harp
-from harp import artefact
-
-model = harp.build_model({spec!r}, {arguments})
-artefact.load(Path("."), model)  # this folder's: the channels of slim.json are cut out, then the small tensors fit
-model.eval()
-```
-
-The weights are an ordinary state dict, dense, and smaller than the architecture's: a plain `load_state_dict` into the
-whole architecture fails. `slim.json` says what was cut out: of each tensor the indices that are kept along each axis,
-and the numbers of channels that each module has now. `harp slim RUN --out FOLDER` writes both files beside a
-`rebuild.py`, which gives any copy of the architecture the small tensors and needs nothing but torch and safetensors.
-Without either, a definition of your own with the shapes below takes the tensors under the same names:
-
-```python
-import json
-from pathlib import Path
-
-from safetensors.torch import load_file
-
-state, cut = load_file("model.safetensors"), json.loads(Path("slim.json").read_text(encoding="utf-8"))
-print(len(state), "tensors;", len(cut["kept"]), "of them are smaller than the architecture's")
-# model.load_state_dict(state, strict=True)
-```
-
-{_table(["tensor", "in the architecture", "here"], shapes)}
-"""
