@@ -9,7 +9,6 @@ import math
 import pickle
 import pickletools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,14 +40,19 @@ def as_text(value: object) -> str:
     raise pickle.UnpicklingError(f"{type(value).__name__} where a pickle of numpy has text")
 
 
-@dataclass(frozen=True, slots=True)
 class _Global:
-    """What a pickle gets when it names a function of the allow-list: our stand-in, which can't be altered."""
+    """What a pickle gets when it names a function of the allow-list: our stand-in, which can't be altered.
 
-    call: Callable[..., object]
+    No dataclass: up to Python 3.11.2 a frozen one with slots gets a `__setstate__` that replaces ours, and alters it.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., object]) -> None:
+        self._call = call
 
     def __call__(self, *arguments: object) -> object:
-        return self.call(*arguments)
+        return self._call(*arguments)
 
     def __setstate__(self, state: object) -> None:
         raise pickle.UnpicklingError("a pickle tried to alter a function")
