@@ -246,6 +246,8 @@ def test_senseless_budgets(harp: Harp, keep: str, said: str) -> None:
         (["prune", "tinynet", "--data", "cifar10", "--keep", "1%"], "cifar-10"),
         (["prune", "tinynet", "--data", "svhn", "--data-dir", "nowhere", "--keep", "1%"], "train_32x32.mat"),
         (["run", "nothing.yaml"], "no recipe file"),
+        (["run", "zzz"], "`harp list` has the"),
+        (["evaluate", "no/such"], "there is no folder no/such"),
         (["evaluate", "tinynet"], "--data"),
         (["evaluate", "tinynet", "--data", "digits", "--attack", "pgd-x"], "pgd-x"),
         (["evaluate", "tinynet", "--data", "digits", "--epsilon=-1"], "number of 0 or more"),

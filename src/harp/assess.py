@@ -1,6 +1,7 @@
 """Assessing a network on the test set: numbers that carry what they depend on."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
         return Subject(model, source, threat(made), dense)
     if folder.is_dir():
         raise RecipeError(f"{target} is no run: there is no recipe.yaml in it (give a folder that `harp run` made)")
+    if os.sep in target and ":" not in target:
+        raise RecipeError(f"there is no folder {target} (give a folder that `harp run` made, or a model)")
     if data_name is None:
         raise RecipeError(f"no data set for {target!r}: add --data (see `harp list data`)")
     source = data.load(data_name, data_dir)

@@ -73,9 +73,9 @@ def number(value: Any) -> Any:
 def unknown(what: str, value: Any, known: Collection[str]) -> str:
     """One line for a word that is not in a table, with the nearest that is."""
     close = difflib.get_close_matches(str(value), list(known), n=1)
-    shown, more = list(known)[:_MOST_SHOWN], len(known) - _MOST_SHOWN
-    rest = f" and {more} more (`harp list` has them)" if more > 0 else ""
-    hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(shown) or 'none'}{rest}"
+    few = f"one of {', '.join(known) or 'none'}"
+    all_ = few if len(known) <= _MOST_SHOWN else f"`harp list` has the {len(known)} that there are"
+    hint = f"did you mean {close[0]!r}?" if close else all_
     return f"unknown {what} {value!r}: {hint}"
 
 

@@ -1,7 +1,6 @@
 """What is exported: a run's network, or any model with its weights."""
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +112,6 @@ def of(
         if weights is not None or data_name is not None:
             raise RecipeError("--weights and --data are for models: a run has its own")
         return _of_run(Path(target), data_dir, display, needs_data)
-    if os.sep in target and ":" not in target:
-        raise RecipeError(f"there is no folder {target} (give a folder that `harp run` made, or a model)")
     found = assess.load(target, data_name, data_dir, None if weights is None else str(weights))
     if weights is None:
         display.note("no --weights: the network is exported as its code makes it")
