@@ -55,10 +55,12 @@ _HOMES = {
     "build_model": "harp.models",
     "fit": "harp.training",
     "holdout": "harp.data",
+    "launch": "harp.processes.engine",
     "load": "harp.sparse.loading",
     "load_data": "harp.data",
     "load_masks": "harp.masks",
     "load_weights": "harp.checkpoint",
+    "peers": "harp.processes.peers",
     "save_masks": "harp.masks",
     "save_model": "harp.checkpoint",
 }
@@ -67,6 +69,7 @@ _INNER = {
     "build_model": "build",
     "load_data": "load",
     "load_masks": "load",
+    "peers": "of_this_run",
     "save_masks": "save",
 }
 
