@@ -124,16 +124,20 @@ def test_the_l2_step_is_the_packages() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("classes", [2, 10])
 def test_as_strong_as_the_package(classes: int, norm: str) -> None:
+    """A little stronger, as no query is spent on a square that changes nothing; means over seeds, as it is luck."""
     package = pytest.importorskip("pyautoattack.square")
     model, (x, y) = trained(classes), task(classes, 80)
-    oracle = package.SquareAttack(model, norm=NORMS[norm], n_queries=200, eps=2 * BALLS[norm], device="cpu")
-    with torch.no_grad():
-        theirs = right(model, oracle.perturb(x, y), y)
-    ours = right(model, Square(2 * BALLS[norm], norm, steps=200)(model, x, y), y)
     natural = int(right(model, x, y).sum())
-    assert natural - theirs.sum() >= 10
-    assert ours.sum() <= theirs.sum() + 5
-    assert abs(int(ours.sum() - theirs.sum())) <= 10
+    ours, theirs = [], []
+    for seed in range(3):
+        oracle = package.SquareAttack(model, NORMS[norm], 200, eps=2 * BALLS[norm], seed=seed, device="cpu")
+        with torch.no_grad():
+            theirs.append(int(right(model, oracle.perturb(x, y), y).sum()))
+        torch.manual_seed(seed)
+        ours.append(int(right(model, Square(2 * BALLS[norm], norm, steps=200)(model, x, y), y).sum()))
+    gain = (sum(theirs) - sum(ours)) / 3
+    assert natural - max(theirs) >= 10
+    assert -3 <= gain <= 18, (ours, theirs)
 
 
 @pytest.mark.parametrize("norm", NORMS)
