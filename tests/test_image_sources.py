@@ -174,6 +174,8 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
     (root / "val/images").mkdir(parents=True)
     (root / "val/images/val_0.JPEG").write_bytes(encoded(9, 64, 64))
     (root / "val/val_annotations.txt").write_text(f"val_0.JPEG\t{SYNSETS[1]}\t0\t0\t62\t62\n")
+    (root / "test/images").mkdir(parents=True)  # published without labels
+    (root / "test/images/test_0.JPEG").write_bytes(encoded(8, 64, 64))
     (root / "wnids.txt").write_text("\n".join(SYNSETS[1::-1]))
     (root / "words.txt").write_text("n01440764\ttench, Tinca tinca\nn01443537\tgoldfish, Carassius auratus\n")
     found = load("tiny-imagenet", tmp_path)
@@ -181,6 +183,11 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
     assert found.test.labels.tolist() == [1] and len(found.train) == 6
     lazy = load("tiny-imagenet", root, stream=True)
     assert torch.equal(lazy.train.images[:], found.train.images)
+    sorted_out = root / "val" / SYNSETS[1]  # as many do it, with the list left behind
+    (root / "val/images").rename(sorted_out)
+    assert torch.equal(load("tiny-imagenet", tmp_path).test.images, found.test.images)
+    (root / "val/val_annotations.txt").unlink()
+    assert load("tiny-imagenet", tmp_path).test.labels.tolist() == [1]
     with pytest.raises(DataError, match="tiny-imagenet: no train and val in"):
         load("tiny-imagenet", tmp_path / "nowhere")
 

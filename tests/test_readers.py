@@ -445,6 +445,7 @@ def test_image_folder_of_tiny_imagenet(tmp_path: Path) -> None:
     paint(tmp_path / "train/n01/images/n01_0.png", 4, 4)
     paint(tmp_path / "train/n02/images/n02_0.png", 4, 4)
     paint(tmp_path / "val/images/val_0.png", 4, 4)
+    paint(tmp_path / "test/images/test_0.png", 4, 4)  # published without labels
     (tmp_path / "val/val_annotations.txt").write_text("val_0.png\tn02\t0\t0\t62\t62\n")
     found = read_image_folder(tmp_path, 4)
     assert found.test_labels.tolist() == [1]

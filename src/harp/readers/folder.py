@@ -31,19 +31,23 @@ class Listed(NamedTuple):
     classes: tuple[str, ...]
 
 
-def list_image_folder(root: str | Path, progress: Progress = lambda done, total: None) -> Listed:
-    """Find the images in train/<class>/ and test/<class>/ (or val/<class>/), without opening one.
+def list_image_folder(
+    root: str | Path, progress: Progress = lambda done, total: None, *, held: str | None = None
+) -> Listed:
+    """Find the images in train/<class>/ and test/<class>/ (or val/<class>/; `held` says which), without opening one.
 
     Files below a class folder count as well (train/<class>/images/), and so does the published layout of Tiny-ImageNet,
-    val/images with val/val_annotations.txt. `progress(done, all)` counts class folders.
+    val/images with val/val_annotations.txt: its test/images have no labels. `progress(done, all)` counts class folders.
     """
     root = Path(root)
-    held = next((part for part in ("test", "val") if (root / part).is_dir()), None)
+    annotated = (root / "val" / ANNOTATIONS).is_file()
+    parts = (held,) if held else ("val", "test") if annotated else ("test", "val")
+    held = next((part for part in parts if (root / part).is_dir()), None)
     if held is None or not (root / "train").is_dir():
         raise DataError(f"{root}: expected the folders train and test (or val), each with one folder a class")
     try:
         train = files_by_class(root, "train", progress)
-        annotated = (root / held / ANNOTATIONS).is_file()
+        annotated = (root / held / ANNOTATIONS).is_file() and (root / held / "images").is_dir()
         test = _annotated_files(root, held) if annotated else files_by_class(root, held, progress)
     except OSError as error:
         raise DataError(f"{root}: can't be listed ({first_line(error)}), expected readable folders") from error

@@ -12,7 +12,10 @@ from harp.sources.wordnet import class_names, read_words
 
 @dataclass(frozen=True)
 class TinyImageNet(Encoded):
-    """As it was published, or with one folder a class in val as well; classes are in the order of their synsets."""
+    """As it was published, or with one folder a class in val as well; classes are in the order of their synsets.
+
+    The test images have no labels and are left alone.
+    """
 
     def find(self, folder: Path, display: Quiet) -> Found:
         """List the first place that has training images."""
@@ -21,6 +24,6 @@ class TinyImageNet(Encoded):
         if place is None:
             raise DataError(f"{self.name}: no train and val in {folder}, expected {self.files}")
         with display.counting(f"list {self.name}", 1):
-            found = readers.list_image_folder(place, display.count)
+            found = readers.list_image_folder(place, display.count, held="val")
         names = class_names(found.classes, read_words(place / "words.txt"))
         return Found(*found[:4], classes=names, source=f"{place}; {UNKNOWN}")
