@@ -320,6 +320,18 @@ def test_the_next_readable_image_takes_the_place(
     assert again.found == lines
 
 
+def test_damaged_images_are_told_though_the_disk_takes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("no folder can be made below this")
+    corrupt = Corrupt(30, 2, path=tmp_path / "file/run/corrupt.txt")
+    corrupt.tell("1.png: can't be decoded")
+    corrupt.tell("2.png: can't be decoded")
+    assert caplog.text.count("can't write") == 1 and caplog.text.count("takes its place") == 2
+    with pytest.raises(DataError, match="3 of 30 images"):
+        corrupt.tell("3.png: can't be decoded")
+
+
 def test_too_many_damaged_images_end_the_training(tmp_path: Path) -> None:
     damage(fill(tmp_path))
     split = load("folder", tmp_path, 8, stream=True).train

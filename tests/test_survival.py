@@ -1,5 +1,6 @@
 """Nothing is lost: signals, time limits and kill -9 at any moment, and the end is the same to the bit."""
 
+import errno
 import json
 import random
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from harp import checkpoint, files, metrics, recipe
+from harp import checkpoint, files, keeper, metrics, recipe
 from harp.cli import clock
 from harp.errors import TIME_IS_UP, CheckpointError, DiskError, Interrupted
 from harp.keeper import Stop
@@ -305,7 +306,17 @@ def test_a_full_disk_is_no_end_of_a_training(
 
     monkeypatch.setattr(Run, "train_stage", train_stage)
     monkeypatch.setattr(artefacts, "save", room)
+    put, waits = Run.write, list[float]()
+
+    def write_outcome(self: Run, outcome: Any) -> None:
+        if not waits:  # and once more, at the very end
+            raise DiskError("can't write it: No space left on device", full=True)
+        put(self, outcome)
+
+    monkeypatch.setattr(Run, "write", write_outcome)
+    monkeypatch.setattr(keeper.time, "sleep", waits.append)
     go_on(tmp_path)
+    assert waits == [1.0]
     assert_equal(artefact(tmp_path), here)
     assert caplog.text.count("training goes on") == 3
     assert caplog.text.count("it is written with the next epoch") == 3
@@ -352,6 +363,13 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(metrics.files, "write_text", write)
     log.close()
     assert [json.loads(line)["epoch"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+
+    class Board:
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    log.board = Board()
+    log.close()
 
 
 # ---------------------------------------------------------------- the documented job script

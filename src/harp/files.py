@@ -51,8 +51,7 @@ def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
                 temporary.unlink()
             raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise DiskError(f"can't write {path}: {reason(error)}{_room(error, target, size)}", full=full) from error
+        raise DiskError(f"can't write {path}: {reason(error)}{_room(error, target, size)}", full=full(error)) from error
     # The file is in place by now; a file system that can't sync a folder is no reason to say otherwise.
     with contextlib.suppress(OSError):
         _sync(target.parent)
@@ -71,6 +70,11 @@ def write_json(path: StrPath, value: object) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"can't write {path}: {reason(error)}") from error
     write_text(path, text + "\n")
+
+
+def full(error: OSError) -> bool:
+    """Whether the system refused for want of room, which may change."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def remove(path: Path) -> None:
@@ -100,7 +104,7 @@ def _read_only(path: Path) -> bool:
 
 def _room(error: OSError, target: Path, size: int | None) -> str:
     """Where there is no room: how much is needed, and how much there is."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not full(error):
         return ""
     facts = [] if size is None else [f"{amount(size)} needed"]
     if error.errno == errno.ENOSPC:  # a quota leaves less than the disk has

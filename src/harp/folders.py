@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harp import data, models
-from harp.errors import RecipeError
+from harp import data, files, models
+from harp.errors import DiskError, RecipeError
 from harp.processes import engine
 from harp.recipe import Recipe
 
@@ -36,7 +36,7 @@ def make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecipeError(f"can't make the folder {path}: {error.strerror}") from error
+        raise DiskError(f"can't make the folder {path}: {error.strerror}", full=files.full(error)) from error
 
 
 def check_writable(root: Path, needed: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ class MetricsFile:
         if self.behind:
             self._put()
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):  # the last events: a training has ended well without them
+                self.board.close()
 
 
 def _lines(path: Path) -> dict[int, str]:

@@ -165,7 +165,7 @@ class Run:
             results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1))
         outcome = Outcome(self.folder(), self.model, answer, self.units, results, dense)
         if self.fabric.is_global_zero:
-            self.write(outcome)
+            insist(lambda: self.write(outcome), stop=self.stop)
         return outcome
 
     def cut_out(self, answer: Masks | None) -> None:

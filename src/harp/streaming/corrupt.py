@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from harp import files
 from harp.errors import DataError
 
 logger = logging.getLogger("harp")
@@ -27,6 +28,7 @@ class Corrupt:
         self.images, self.path = images, path
         self.limit = int(share) if share >= 1 or share == 0 else max(_FEW, int(share * images))
         self.found: list[str] = self._kept()
+        self._refused = False  # the file could not be written, and that was said
 
     def tell(self, reason: str) -> None:
         """Take note of an image; raises `DataError` when there are more than the limit."""
@@ -47,8 +49,14 @@ class Corrupt:
         return self.path.read_text("utf-8", "replace").splitlines()
 
     def _keep(self, reason: str) -> None:
-        """One short write at the end of the file: other processes' lines stay whole."""
-        if self.path is not None:
+        """One short write at the end of the file: other processes' lines stay whole. A full disk ends no training."""
+        if self.path is None:
+            return
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab", buffering=0) as file:
                 file.write(f"{reason}\n".encode("utf-8", "replace"))
+        except OSError as error:
+            if not self._refused:
+                logger.warning("can't write %s: %s; damaged images are told here only", self.path, files.reason(error))
+            self._refused = True
