@@ -12,11 +12,14 @@ from harp.processes import engine
 from harp.recipe import Recipe
 
 
-def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
-    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
+def contents(recipe: Recipe, source: data.DataSet, accelerator: str = "auto") -> list[str]:
+    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads, the precision.
+
+    `accelerator` is what it is trained on, as far as that is known.
+    """
     read = [recipe.model.weights, models.source_file(recipe.model.name)]
     found = [source.fingerprint(), *(_hash(Path(file)) for file in read if file is not None)]
-    precision = engine.resolve(recipe.precision)
+    precision = engine.resolve(recipe.precision, accelerator)
     return found if precision == "32-true" else [*found, precision]
 
 

@@ -14,7 +14,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ from harp.errors import Diverged, Interrupted, RecipeError
 from harp.keeper import Keeper, Stop, insist
 from harp.masks import Masks
 from harp.metrics import MetricsFile
-from harp.processes import engine, peers
+from harp.processes import cores, engine, peers
 from harp.readable import readable
 from harp.recipe import Recipe, Stage
 from harp.seeds import derive
@@ -100,8 +99,8 @@ class Run:
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
         self.data = source or data.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.fabric.world_size))
-        self.workers = default_workers(here) if workers is None else workers
+        sharers = cores.sharers(self.peers)
+        self.workers = default_workers(sharers) if workers is None else workers
         held = recipe.data.holdout
         count = round(held * len(self.data.train)) if held < 1 else int(held)
         self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
@@ -111,7 +110,7 @@ class Run:
         self.held = readable(self.held, self.display.count, self.workers, bar).split
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
-        self.contents = folders.contents(recipe, self.data)
+        self.contents = folders.contents(recipe, self.data, self.fabric.device.type)
         self.units = self._units()
         self.dense_cost = cost.cost(self.model, self.data.shape, {})
         self.cut: Cut | None = None  # what was cut out of the model

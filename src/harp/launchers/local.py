@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 from harp.launchers.command import harp_run
+from harp.processes import cores
 from harp.workers import Process
 
 
@@ -20,8 +21,7 @@ def start(
     minutes: float | None = None,
 ) -> Process:
     """Start `harp run` on its share of the machine's cores, with what it says in a log."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // (jobs * devices))
+    share = max(1, len(cores.usable()) // (jobs * devices))
     wished = os.environ.get("OMP_NUM_THREADS", "")
     threads = min(share, int(wished)) if wished.isdigit() and int(wished) else share
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -37,15 +37,15 @@ def launch(
     """
     if devices < 1 or nodes < 1:
         raise RecipeError(f"devices {devices}, nodes {nodes}: give at least 1")
-    if not 0 <= node_rank < nodes:
-        raise RecipeError(f"node rank {node_rank} of {nodes} nodes: give 0 to {nodes - 1}")
     place = placement.here()
     if place is None and devices * nodes > 1:
+        if not 0 <= node_rank < nodes:  # whoever else starts the processes numbers the machines in its own way
+            raise RecipeError(f"node rank {node_rank} of {nodes} nodes: give 0 to {nodes - 1}")
         if nodes > 1 and main_address is None:
             raise RecipeError(f"{nodes} nodes need the address of the first one: add --main-address HOST:PORT")
-        if accelerator != "cpu" and not (accelerator == "auto" and not torch.cuda.is_available()):
-            _fabric(precision, accelerator, Place(locals=devices))  # what is wrong with the devices is said here, once
-        sys.exit(supervise(devices, nodes, node_rank, main_address))
+        if not _on_cpu(accelerator):
+            _fabric(precision, accelerator, Place(local_world=devices))  # what is wrong with them is said here, once
+        sys.exit(supervise(devices, nodes, node_rank, main_address, on_cpu=_on_cpu(accelerator)))
     fabric = _fabric(precision, accelerator, place or Place())
     fabric.launch()
     return fabric
@@ -54,7 +54,7 @@ def launch(
 def device_for_evaluation(machines: Machines) -> torch.device:
     """Start what an evaluation runs on: by itself on the CPU no engine is needed, which saves its import."""
     alone = machines.devices * machines.nodes == 1 and placement.here() is None
-    if alone and (machines.accelerator == "cpu" or (machines.accelerator == "auto" and not torch.cuda.is_available())):
+    if alone and _on_cpu(machines.accelerator):
         return torch.device("cpu")
     device: torch.device = launch("32-true", **vars(machines)).device
     return device
@@ -67,19 +67,35 @@ def _fabric(precision: str, accelerator: str, place: Place) -> Any:
     from harp.processes.cluster import Cluster
 
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # five lines a process on how it found the others
-    settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.locals, "num_nodes": place.nodes}
+    settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.local_world, "num_nodes": place.nodes}
     if place.world > 1:
         settings["strategy"] = DDPStrategy(cluster_environment=Cluster(place), timeout=TIMEOUT)
     else:
         settings["plugins"] = [Cluster(place)]
     try:
-        return Fabric(precision=resolve(precision), **settings)  # type: ignore[arg-type]  # a literal, checked by the recipe
+        return Fabric(precision=resolve(precision, accelerator), **settings)  # type: ignore[arg-type]  # a literal, checked by the recipe
     except (ValueError, RuntimeError) as error:
-        raise RecipeError(f"can't run on {place.locals} x {accelerator!r}: {' '.join(str(error).split())}") from error
+        raise RecipeError(
+            f"can't run on {place.local_world} x {accelerator!r}: {' '.join(str(error).split())}"
+        ) from error
 
 
-def resolve(precision: str) -> str:
-    """What `auto` means here: bfloat16 where a GPU computes in it, else float32."""
+def resolve(precision: str, accelerator: str = "auto") -> str:
+    """What `auto` means here: bfloat16 where a GPU is used that computes in it, else float32."""
     if precision != "auto":
         return precision
-    return "bf16-mixed" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "32-true"
+    return "bf16-mixed" if accelerator in ("auto", "cuda", "gpu") and _has_bf16() else "32-true"
+
+
+def _has_bf16() -> bool:
+    """Whether the GPU computes in bfloat16 itself; what is emulated is slower than float32."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    except TypeError:  # a torch that does not know the difference
+        return torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _on_cpu(accelerator: str) -> bool:
+    return accelerator == "cpu" or (accelerator == "auto" and not torch.cuda.is_available())

@@ -35,7 +35,7 @@ class Place:
     rank: int = 0
     world: int = 1
     local: int = 0
-    locals: int = 1  # processes on this machine
+    local_world: int = 1  # processes on this machine
     node: int = 0
     nodes: int = 1
     address: str = "127.0.0.1"
@@ -47,12 +47,21 @@ class Place:
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
             "LOCAL_RANK": str(self.local),
-            "LOCAL_WORLD_SIZE": str(self.locals),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
             "GROUP_RANK": str(self.node),
             "GROUP_WORLD_SIZE": str(self.nodes),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def read_address(text: str) -> tuple[str, int | None]:
+    """Host and port of HOST, HOST:PORT or, of IPv6, [HOST]:PORT."""
+    match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^:\[\]\s]+))(?::([0-9]{1,5}))?", text)
+    port = int(match[3]) if match is not None and match[3] else None
+    if match is None or (port is not None and not 0 < port < 65536):
+        raise RecipeError(f"main address {text!r}: write HOST or HOST:PORT, like gpu01:29500 or [fe80::1]:29500")
+    return match[1] or match[2], port
 
 
 def here(variables: Mapping[str, str] = os.environ) -> Place | None:

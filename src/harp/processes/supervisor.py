@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 
 from harp.errors import LOST, Lost
-from harp.processes.placement import PORT, Place
+from harp.processes import cores
+from harp.processes.placement import PORT, Place, read_address
 
 SUPERVISOR = "HARP_SUPERVISOR"  # the variable by which a process knows who started it
 
@@ -27,15 +28,16 @@ _FIRMLY = 5.0  # of these, how long before they are asked to
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
-def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None = None) -> int:
+def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None = None, *, on_cpu: bool = False) -> int:
     """Run this very command once for each device, and give the exit code that they come to.
 
-    `address` is the first machine's as HOST or HOST:PORT; among several machines each needs it.
+    `address` is the first machine's as HOST or HOST:PORT; among several machines each needs it. Those that compute
+    `on_cpu` get their share of its cores each.
     """
-    host, _, port = (address or "127.0.0.1").partition(":")
-    number = int(port) if port else PORT if nodes > 1 else _free_port()
+    host, port = read_address("127.0.0.1" if address is None else address)
+    port = port or (PORT if nodes > 1 else _free_port())
     places = [
-        Place(node * devices + local, nodes * devices, local, devices, node, nodes, host, number)
+        Place(node * devices + local, nodes * devices, local, devices, node, nodes, host, port)
         for local in range(devices)
     ]
     command = [sys.executable, *sys.orig_argv[1:]]
@@ -44,6 +46,8 @@ def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None =
         try:
             for place in places:
                 environment = {**os.environ, **place.environment(), SUPERVISOR: str(os.getpid())}
+                if on_cpu:
+                    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(cores.usable()) // devices)))
                 # Groups of their own: the terminal's Ctrl-C is to reach each of them once, through here.
                 child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
                 children.append(child)

@@ -1,0 +1,173 @@
+"""What the engine starts, by whom, with what precision, and on which cores."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from harp import folders, recipe
+from harp.errors import RecipeError
+from harp.processes import cores, engine, supervisor
+from harp.processes.placement import Place, read_address
+from tests.conftest import Harp
+from tests.test_cli import RECIPE, refused
+
+
+class Started(Exception):
+    """Somebody starts processes."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The environments of processes that would have been started."""
+    found: list[dict[str, str]] = []
+
+    def start(command: list[str], env: dict[str, str], **more: Any) -> None:
+        found.append(env)
+        raise Started
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    return found
+
+
+def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
+    monkeypatch.setattr(engine.placement, "here", lambda: Place(1, 2, 1, 2))
+    monkeypatch.setattr(engine, "_fabric", lambda precision, accelerator, place: Launched(place))
+    assert engine.launch("32-true", "cpu", node_rank=3).place == Place(1, 2, 1, 2)
+    monkeypatch.setattr(engine.placement, "here", lambda: None)
+    assert engine.launch("32-true", "cpu", node_rank=3).place == Place()
+    with pytest.raises(RecipeError, match="node rank 3 of 1 nodes: give 0 to 0"):
+        engine.launch("32-true", "cpu", devices=2, node_rank=3)
+
+
+class Launched:
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def launch(self) -> None:
+        pass
+
+
+# ---------------------------------------------------------------- precision
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def ampere(including_emulation: bool = True) -> bool:
+    return True
+
+
+def turing(including_emulation: bool = True) -> bool:
+    return including_emulation
+
+
+@pytest.mark.parametrize("accelerator", ["auto", "cuda", "gpu"])
+def test_bfloat16_is_for_gpus_that_have_it(gpu: None, monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
+    assert engine.resolve("auto", accelerator) == "bf16-mixed"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", turing)
+    assert engine.resolve("auto", accelerator) == "32-true"
+    assert engine.resolve("bf16-mixed", accelerator) == "bf16-mixed"
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "32-true"), ((8, 0), "bf16-mixed")])
+def test_a_torch_that_counts_emulation(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert engine.resolve("auto") == expected
+
+
+def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
+    assert engine.resolve("auto", "cpu") == "32-true"
+    assert engine._fabric("auto", "cpu", Place())._precision.precision == "32-true"
+
+    class Data:
+        def fingerprint(self) -> str:
+            return "data"
+
+    made: Any = recipe.parse(RECIPE), Data()
+    assert folders.contents(*made, "cuda") == ["data", "bf16-mixed"]
+    assert folders.contents(*made, "cpu") == ["data"]
+
+
+# ---------------------------------------------------------------- cores
+
+
+class Beside:
+    """The processes of a machine, bound to cores, and one of another machine."""
+
+    def __init__(self, *cores: set[int]) -> None:
+        self.cores = cores
+
+    def gather(self, value: Any) -> list[Any]:
+        return [*((value[0], bound) for bound in self.cores), ("another machine", value[1])]
+
+
+def test_processes_share_cores_unless_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun binds tasks; LOCAL_WORLD_SIZE is not set there."""
+    monkeypatch.setattr(cores, "usable", lambda: frozenset({0, 1, 2}))
+    assert cores.sharers(Beside({0, 1, 2})) == 1
+    assert cores.sharers(Beside({0, 1, 2}, {3, 4, 5}, {6, 7, 8})) == 1
+    assert cores.sharers(Beside(*[{0, 1, 2}] * 4)) == 4
+    assert cores.sharers(Beside({0, 1, 2}, {2, 3})) == 2
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "wished", "expected"), [(True, None, "2"), (True, "5", "5"), (False, None, None), (False, "5", "5")]
+)
+def test_processes_on_the_cpu_share_its_threads(
+    started: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    on_cpu: bool,
+    wished: str | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if wished is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", wished)
+    monkeypatch.setattr(cores, "usable", lambda: frozenset(range(8)))
+    with pytest.raises(Started):
+        supervisor.supervise(4, on_cpu=on_cpu)
+    assert started[0].get("OMP_NUM_THREADS") == expected
+
+
+def test_the_engine_says_that_it_is_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with pytest.raises(Started):
+        engine.launch("32-true", "cpu", devices=99)
+    assert started[0]["OMP_NUM_THREADS"] == "1"
+
+
+# ---------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gpu01", ("gpu01", None)),
+        ("gpu01.site:29500", ("gpu01.site", 29500)),
+        ("10.0.0.7:1234", ("10.0.0.7", 1234)),
+        ("[::1]:29500", ("::1", 29500)),
+        ("[fe80::1%eth0]", ("fe80::1%eth0", None)),
+    ],
+)
+def test_addresses(text: str, expected: tuple[str, int | None]) -> None:
+    assert read_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["host:abc", "host:", ":29500", "", "a:70000", "a:0", "::1", "[::1", "a b:1"])
+def test_what_is_no_address_is_one_line(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"write HOST or HOST:PORT"):
+        read_address(text)
+
+
+def test_a_wrong_address_ends_the_command_with_2(harp: Harp) -> None:
+    words = ("run", "demo", "--devices", "2", "--nodes", "2", "--accelerator", "cpu", "--main-address", "host:abc")
+    refused(harp, *words, said="main address 'host:abc'")
