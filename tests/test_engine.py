@@ -109,7 +109,8 @@ def networks(draw: st.DrawFn) -> tuple[Graph, dict[str, np.ndarray[Any, Any]]]:
             same = [n for n in names if w.shape(n) == w.shape(x)]
             names.append(w.add(op, (x, draw(st.sampled_from(same))), {}))
         else:
-            more = {"leaky": {"slope": 0.1}, "clip": {"low": -0.5, "high": 0.7}, "mean": {"keep": draw(st.booleans())}}
+            clip = {"low": -0.5, "high": 0.7, "inclusive": draw(st.booleans())}
+            more = {"leaky": {"slope": 0.1}, "clip": clip, "mean": {"keep": draw(st.booleans())}}
             names.append(w.add(op, (x,), {}, **more.get(op, {})))
     return w.graph(), w.tensors
 
@@ -255,6 +256,29 @@ def test_what_native_code_does_not_know_is_left_to_torch() -> None:
     points = x.clone().requires_grad_(True)
     (wanted,) = torch.autograd.grad(model(points).sum(), points)
     assert torch.allclose(torch.from_numpy(engine.backward(trace, np.ones_like(logits))), wanted, atol=1e-5)
+
+
+class Clamp(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
+
+@pytest.mark.parametrize("held", [Clamp(), nn.Hardtanh(0, 1), nn.ReLU6(), nn.ReLU(), nn.LeakyReLU(0.1)])
+@pytest.mark.parametrize("count", [1, 16])
+def test_the_gradient_at_the_bounds_is_torchs(held: nn.Module, count: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(held, nn.Conv2d(1, 2, 3), nn.Flatten()).eval()
+    captured = capture(model, torch.rand(2, 1, 6, 6))
+    tensors = captured.tensors(model)
+    engine = Network(captured.graph, {name: tensor.numpy() for name, tensor in tensors.items()})
+    assert engine.native_share == 1.0
+    choices = torch.tensor([-1.0, 0.0, 0.5, 1.0, 6.0, 7.0])
+    x = choices[torch.randint(len(choices), (count, 1, 6, 6))].requires_grad_(True)
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+    logits, trace = engine.forward(x.detach().numpy(), keep=True)
+    (by_reference,) = torch.autograd.grad(reference.run(captured.graph, tensors, x).sum(), x)
+    for found in (torch.from_numpy(engine.backward(trace, np.ones_like(logits))), by_reference):
+        assert torch.allclose(found, wanted, atol=1e-6)
 
 
 def test_weights_can_change_where_they_count() -> None:

@@ -161,12 +161,22 @@ def leaky(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | Non
 
 
 def clip(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """Numbers held between two others."""
-    low: Any = bound.get("min_val", bound.get("min", 0))
-    high: Any = bound.get("max_val", bound.get("max", 6))
-    if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in (low, high)) or low > high:
+    """A ReLU6 or hardtanh: no gradient at the bounds."""
+    return _clip(reader, name, bound, shape, (bound.get("min_val", 0), bound.get("max_val", 6)), inclusive=False)
+
+
+def clamp(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+    """Numbers held between two others, with a gradient at the bounds."""
+    return _clip(reader, name, bound, shape, (bound["min"], bound["max"]), inclusive=True)
+
+
+def _clip(
+    reader: Reader, name: str, bound: Bound, shape: Shape, bounds: tuple[Any, Any], *, inclusive: bool
+) -> Result | None:
+    if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in bounds) or bounds[0] > bounds[1]:
         return None
-    return _pointwise(reader, name, "clip", bound, shape, low=float(low), high=float(high))
+    low, high = map(float, bounds)
+    return _pointwise(reader, name, "clip", bound, shape, low=low, high=high, inclusive=inclusive)
 
 
 def _pointwise(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **more: Any) -> Result | None:
@@ -249,7 +259,8 @@ RULES: dict[str, Rule] = {
     "leaky_relu": leaky,
     "relu6": clip,
     "hardtanh": clip,
-    "clamp": clip,
+    "clamp": clamp,
+    "clip": clamp,
     "cat": concat,
     "concat": concat,
     "max_pool2d": max_pool,

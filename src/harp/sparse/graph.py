@@ -12,7 +12,7 @@ does not need torch, unless a node says so. All shapes are those of one image, w
 | affine    |                                              | scale, shift   | scale · x + shift, by channel     |
 | relu      |                                              |                | max(x, 0)                         |
 | leaky     | slope                                        |                | x, or slope · x below 0           |
-| clip      | low, high                                    |                | min(max(x, low), high)            |
+| clip      | low, high, inclusive                         |                | min(max(x, low), high)            |
 | add       |                                              |                | sum of two of one shape           |
 | concat    |                                              |                | channels of all inputs            |
 | maxpool   | kernel, stride, padding, dilation, ceil      |                | largest of each window            |
@@ -21,6 +21,7 @@ does not need torch, unless a node says so. All shapes are those of one image, w
 | flatten   |                                              |                | all numbers in one row, C order   |
 | torch     | op, args, kwargs, pick                       | as in args     | any pure function of torch's aten |
 
+With `inclusive`, `clip` passes a gradient at its bounds, as the clamp of torch does and its hardtanh does not.
 `mean` gives (C,), or (C, 1, 1) if it is to keep the axes. In the arguments of "torch" an object stands for what JSON
 has no word for: {"node": name} the result of a node, {"tensor": name} a tensor of the file, {"batch": k} k times the
 number of images, {"dtype": name} a type, {"float": "inf"} a float that JSON can't write. `pick` says which of several
@@ -46,7 +47,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "affine": {},
     "relu": {},
     "leaky": {"slope": 0.01},
-    "clip": {"low": None, "high": None},
+    "clip": {"low": None, "high": None, "inclusive": False},
     "add": {},
     "concat": {},
     "maxpool": {"kernel": None, "stride": None, "padding": [0, 0], "dilation": [1, 1], "ceil": False},
@@ -358,6 +359,7 @@ _PROPER: dict[str, Callable[[Any], bool]] = {
     "slope": _is_number,
     "low": _is_number,
     "high": _is_number,
+    "inclusive": _is_flag,
     "ceil": _is_flag,
     "count_padding": _is_flag,
     "keep": _is_flag,

@@ -14,7 +14,7 @@ import numpy as np
 
 from harp.sparse import taps
 from harp.sparse.graph import Graph, Node
-from harp.sparse.native import CLIP, LEAKY, LINEAR, RELU
+from harp.sparse.native import CLAMP, CLIP, LEAKY, LINEAR, RELU
 from harp.sparse.taps import Floats, Taps
 
 Size = tuple[int, int, int]
@@ -328,4 +328,6 @@ class _Lowering:
         return self._activated(inputs, Activation(LEAKY, node.attributes["slope"]))
 
     def _clip(self, node: Node, inputs: list[Value]) -> Value:
-        return self._activated(inputs, Activation(CLIP, node.attributes["low"], node.attributes["high"]))
+        has = node.attributes
+        kind = CLAMP if has["inclusive"] else CLIP
+        return self._activated(inputs, Activation(kind, has["low"], has["high"]))

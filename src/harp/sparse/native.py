@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy.typing as npt
 
-ABI = 7
+ABI = 8
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW = range(9)
-LINEAR, RELU, LEAKY, CLIP = range(4)
+LINEAR, RELU, LEAKY, CLIP, CLAMP = range(5)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
 MOST_TOGETHER = 4  # groups of images that a thread computes side by side; engine.cpp allows for eight
 

@@ -65,7 +65,8 @@ def step(node: Node, inputs: list[Tensor], tensors: Mapping[str, Tensor], x: Ten
         case "leaky":
             return F.leaky_relu(first, has["slope"])
         case "clip":
-            return first.clamp(has["low"], has["high"])
+            clip = torch.clamp if has["inclusive"] else F.hardtanh  # they differ in the gradient at the bounds
+            return clip(first, has["low"], has["high"])
         case "add":
             return first + inputs[1]
         case "concat":

@@ -31,12 +31,13 @@ template <int V> inline __attribute__((always_inline)) void ended(const Step &s,
       if (s.mask == WRITE_MASK) mask[v] = packed(on);
       a[v] = choose(on, a[v], a[v] * slope);
     }
-  } else if (s.activation == CLIP) {
+  } else if (s.activation == CLIP || s.activation == CLAMP) {
     const Vec low = splat(s.low), high = splat(s.high);
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
       const Ints under = a[v] < low, over = a[v] > high;
-      if (s.mask == WRITE_MASK) mask[v] = packed((a[v] > low) & (a[v] < high));
+      if (s.mask == WRITE_MASK)
+        mask[v] = packed(s.activation == CLAMP ? (a[v] >= low) & (a[v] <= high) : (a[v] > low) & (a[v] < high));
       a[v] = choose(under, low, choose(over, high, a[v]));
     }
   }

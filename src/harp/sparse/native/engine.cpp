@@ -40,7 +40,7 @@ static const Kernels *best() {
   return &harp_kernels_baseline;
 }
 
-API int64_t harp_abi(void) { return 7; }
+API int64_t harp_abi(void) { return 8; }
 
 // The kernels of a name; the best for this CPU without one; null if there are none, or the CPU can't run them.
 API const Kernels *harp_kernels(const char *name) {

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 enum Op : int64_t { PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW };
-enum Activation : int64_t { LINEAR, RELU, LEAKY, CLIP };
+enum Activation : int64_t { LINEAR, RELU, LEAKY, CLIP, CLAMP };  // CLAMP: with a gradient at its bounds, as in torch
 enum Mask : int64_t { NO_MASK, WRITE_MASK, APPLY_MASK };
 
 struct Step {
@@ -26,7 +26,7 @@ struct Step {
   const int32_t *zero;          // start, length, in floats
   int64_t xplane, yplane;       // floats from one channel to the next
   int64_t activation;
-  float low, high;              // of CLIP; `low` is the slope of LEAKY
+  float low, high;              // of CLIP and CLAMP; `low` is the slope of LEAKY
   int64_t mask, kept, maskrow;  // Mask; where its bits begin in the memory that is kept, bytes of a row
   int64_t size[14];             // MOVE, pooling, PACK, UNPACK, WINOGRAD, NARROW: see there
   int64_t joint;                // whether all groups of a thread are computed in one go
