@@ -51,7 +51,7 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
     if os.sep in target and ":" not in target:
         raise RecipeError(f"there is no folder {target} (give a folder that `harp run` made, or a model)")
     if data_name is None:
-        raise RecipeError(f"no data set for {target!r}: add --data (see `harp list data`)")
+        raise RecipeError(f"there is no run {target!r}; if it is a model, add --data (see `harp list data`)")
     source = data.load(data_name, data_dir)
     return Subject(build(recipe.Model(name=target), source, weights), source)
 
