@@ -187,6 +187,10 @@ class Data(_Part):
         """What `harp.data.load` is told beside the name and the folder."""
         return {"size": self.size, "stream": self.stream, "margin": self.margin if self.crop == "resized" else None}
 
+    def held(self, images: int) -> int:
+        """How many of so many images are held out of training."""
+        return round(self.holdout * images) if self.holdout < 1 else int(self.holdout)
+
     @model_validator(mode="after")
     def _crops_need_files(self) -> Self:
         if self.crop == "resized" and self.stream is False:

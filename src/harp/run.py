@@ -101,8 +101,7 @@ class Run:
         self.data = source or data.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
         sharers = cores.sharers(self.peers)
         self.workers = default_workers(sharers) if workers is None else workers
-        held = recipe.data.holdout
-        count = round(held * len(self.data.train)) if held < 1 else int(held)
+        count = recipe.data.held(len(self.data.train))
         self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
         if recipe.data.train is not None:
             self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))

@@ -1,5 +1,6 @@
 """How much data there is: a recipe can be estimated before its data set is here."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,8 @@ import torch
 
 from harp import data
 from harp.errors import RecipeError
-from harp.readers import memory_size
 from harp.recipe import Recipe
+from harp.sources.source import Encoded, is_streamed
 from harp.split import DataSet, Split
 
 
@@ -30,13 +31,15 @@ class Sizes:
 
     def memory(self) -> int:
         """The bytes that a run holds of it: the images, and those that it trains on once more."""
-        each = self.shape[0] * self.shape[1] * self.shape[2]
-        return 0 if self.streamed else (2 * self.train + self.test) * each
+        return 0 if self.streamed else self.decoded() + self.train * math.prod(self.shape)
+
+    def decoded(self) -> int:
+        """The bytes of all images."""
+        return (self.train + self.test) * math.prod(self.shape)
 
     def held(self, recipe: Recipe) -> int:
         """How many images a recipe holds out of training."""
-        wished = recipe.data.holdout
-        return round(wished * self.train) if wished < 1 else int(wished)
+        return recipe.data.held(self.train)
 
     def trained(self, recipe: Recipe) -> int:
         """How many images an epoch has."""
@@ -56,17 +59,13 @@ class Sizes:
     @classmethod
     def of(cls, recipe: Recipe, data_dir: Path | None) -> Self:
         """Those of a recipe's data: by the table where they are known, else by reading it."""
-        known = KNOWN.get(recipe.data.name)
-        if known is None:
-            found = data.load(recipe.data.name, data_dir, **recipe.data.loading())
-            lazy = not isinstance(found.train.images, torch.Tensor)
-            return cls(len(found.train), len(found.test), found.shape, found.num_classes, lazy)
-        side = recipe.data.size
-        shape = known.shape if side is None else (known.shape[0], side, side)
-        needed = (known.train + known.test) * shape[0] * shape[1] * shape[2]
-        files = known.streamed and recipe.data.stream is not False  # image files: held in memory only if they are few
-        large = recipe.data.stream is True or recipe.data.crop == "resized" or needed > (memory_size() or 0) / 4
-        return cls(known.train, known.test, shape, known.classes, files and large)
+        known, side = KNOWN.get(recipe.data.name), recipe.data.size
+        if known is not None:
+            shape = known.shape if side is None else (known.shape[0], side, side)
+            return cls(known.train, known.test, shape, known.classes)
+        how = recipe.data.loading() | ({"stream": True} if _of_files(recipe) else {})  # they are counted, not decoded
+        found = data.load(recipe.data.name, data_dir, **how)
+        return cls(len(found.train), len(found.test), found.shape, found.num_classes)
 
 
 KNOWN = {
@@ -77,8 +76,8 @@ KNOWN = {
     "cifar10": Sizes(50_000, 10_000, (3, 32, 32), 10),
     "cifar100": Sizes(50_000, 10_000, (3, 32, 32), 100),
     "svhn": Sizes(73_257, 26_032, (3, 32, 32), 10),
-    "tiny-imagenet": Sizes(100_000, 10_000, (3, 64, 64), 200, streamed=True),
-    "imagenet": Sizes(1_281_167, 50_000, (3, 224, 224), 1_000, streamed=True),
+    "tiny-imagenet": Sizes(100_000, 10_000, (3, 64, 64), 200),
+    "imagenet": Sizes(1_281_167, 50_000, (3, 224, 224), 1_000),
 }
 """Data sets as they were published."""
 
@@ -105,9 +104,16 @@ def sizes(
             raise RecipeError(f"--shape {shape!r}: write channels, height and width, like 3,224,224")
         base = replace(base, shape=(sides[0], sides[1], sides[2]))
     made = base if classes is None else replace(base, classes=classes)
+    wishes = recipe.data.loading()
+    streamed = _of_files(recipe) and is_streamed(made.decoded(), wishes["stream"], wishes["margin"])
     if not 1 <= made.held(recipe) < made.train:
         raise RecipeError(f"data.holdout is {recipe.data.holdout:g} of {made.train:,} images: nothing is left to train")
-    return made
+    return replace(made, streamed=streamed)
+
+
+def _of_files(recipe: Recipe) -> bool:
+    """Whether the images are files, which may be streamed."""
+    return isinstance(data.DATASETS.get(recipe.data.name), Encoded)
 
 
 def _numbers(flag: str, text: str, like: str) -> list[int]:

@@ -108,10 +108,20 @@ def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, roo
     """Do the stage with batches of one size."""
     wished = wish.sizes.held(made)
     held = max(2, min(wished, BATCH_OF_EVALUATION, int(2.0 / (passing * 25) if passing else wished)))
-    warm = WARM_UP if batch == wish.batch else 1
+    whole = batch == wish.batch
+    warm = WARM_UP if whole else 1
     watch = Stopwatch(made.stages[wish.stage].name)
     work = run_of(
-        Timed, made, wish.stage, wish.sizes, batch=batch, steps=warm + steps, held=held, root=root, watch=watch
+        Timed,
+        made,
+        wish.stage,
+        wish.sizes,
+        batch=batch,
+        steps=warm + steps,
+        held=held,
+        root=root,
+        watch=watch,
+        whole=whole,
     )
     answer = previous(work, wish.stage)
     stage = work.recipe.stages[wish.stage]
@@ -122,7 +132,7 @@ def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, roo
     watch.folder = work.stage_folder(wish.stage)
     began, base = time.perf_counter(), resident()
     answer = work.stage(wish.stage, stage, answer)
-    whole = time.perf_counter() - began
+    took = time.perf_counter() - began
     work.cut_out(answer)
     if stage.epochs:
         found |= {"steps": watch.seconds()[warm:], "share": watch.share()}
@@ -132,7 +142,7 @@ def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, roo
         energy, seconds = facts["energy"], facts["seconds"]
         found |= {"watts": energy["kwh"] * 3.6e6 / seconds if seconds else 0.0, "energy_by": energy["by"]}
     else:
-        found |= {"steps": [], "once_seconds": whole}
+        found |= {"steps": [], "once_seconds": took}
     found |= {"base_bytes": base or 0, "state_bytes": watch.state_bytes, "peak_bytes": _peak(work)}
     found["result_bytes"] = sum(path.stat().st_size for path in watch.folder.rglob("*") if path.is_file())
     if device.type == "cuda":

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harp import energy
 from harp.display import Quiet
 from harp.errors import ModelError, RecipeError
@@ -28,6 +30,7 @@ from harp.estimate import machine, measuring
 from harp.estimate.known import Sizes
 from harp.estimate.passes import Passes
 from harp.keeper import heard
+from harp.processes import cores
 from harp.recipe import Recipe
 
 WORLD_INTENSITY = 475.0
@@ -73,23 +76,28 @@ def estimate(
                 before=number == pruning,
                 after=number == len(made.stages) - 1,
             )
-            found.append(_measured(made, wish))
+            found.append(_measured(made, wish, devices))
             step = passes.of_step(made, stage) if stage.epochs else 0.0
             found[-1]["operations"] = step * passes.operations(made, sizes, number)
             display.worked(stage.name, None, [])
     return _summed(made, sizes, found, devices, out, intensity)
 
 
-def _measured(made: Recipe, wish: measuring.Wish) -> dict[str, Any]:
+def _measured(made: Recipe, wish: measuring.Wish, devices: int) -> dict[str, Any]:
     """Let a process of its own measure a stage; it ends with this one."""
     words = [sys.executable, "-m", "harp.estimate.measuring"]
     pipe = subprocess.PIPE
-    environment = {**os.environ, "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     process = None
     try:
         with _unbroken():
             process = subprocess.Popen(
-                words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+                words,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                env=_environment(devices),
+                start_new_session=True,
             )
         out, err = process.communicate(measuring.message(made, wish))
     except BaseException:
@@ -106,6 +114,14 @@ def _measured(made: Recipe, wish: measuring.Wish) -> dict[str, Any]:
         raise ModelError(f"stage {name!r} can't be measured: {why.removeprefix('harp.errors.')}")
     told: dict[str, Any] = json.loads(out.splitlines()[-1])
     return told
+
+
+def _environment(devices: int) -> dict[str, str]:
+    """The variables of a process that is one of so many: on a CPU it gets its share of the cores, as in a run."""
+    found = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if devices > 1 and not torch.cuda.is_available():
+        found["OMP_NUM_THREADS"] = str(max(1, len(cores.usable()) // devices))
+    return found | os.environ
 
 
 @contextmanager

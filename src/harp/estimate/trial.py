@@ -102,9 +102,13 @@ def run_of(
     held: int,
     root: Path,
     watch: Stopwatch,
+    whole: bool = False,
     objective: Mapping[str, Any] | None = None,
 ) -> Timed:
-    """The recipe on noise: one epoch of so many steps in the stage of interest, none in the others."""
+    """The recipe on noise: one epoch of so many steps in the stage of interest, none in the others.
+
+    A `whole` batch is that of a process, which is split as the recipe says; a smaller one stays in one part.
+    """
     content = made.model_dump(mode="json", exclude_defaults=True)
     kept = {key: value for key, value in content["data"].items() if key not in _OF_FILES}
     content["data"] = {**kept, "batch": batch, "holdout": held, "train": None}
@@ -112,7 +116,7 @@ def run_of(
         stage["epochs"] = min(1, stage["epochs"]) if position == number else 0
         if position < number and stage["pruner"]["name"] not in ("dense", "fixed"):
             stage["pruner"] = _at_once(stage["pruner"], made.units.kind)
-        if batch < made.data.batch:
+        if not whole:
             stage["accumulate"] = 1
         if position == number and objective is not None:
             stage["objective"] = dict(objective)

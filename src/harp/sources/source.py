@@ -73,11 +73,7 @@ class Encoded(Source):
         margin: float | None = None,
         display: Quiet | None = None,
     ) -> DataSet:
-        """Find the images and decode them, unless they are to be streamed.
-
-        They are by `stream`, by a `margin` (stored pictures are needed, to crop them anew each time), or if they would
-        take more than a quarter of the machine's memory.
-        """
+        """Find the images and decode them, unless they are to be streamed."""
         display = display or Quiet()
         side = self.usual_size if size is None else size
         if side is None:
@@ -86,8 +82,7 @@ class Encoded(Source):
         found = self.find(folder, display)
         train, test = Streamed(found.train, look), Streamed(found.test, look)
         needed, memory = train.numel() + test.numel(), memory_size()
-        large = memory is not None and needed > memory * _SHARE
-        if margin is not None or stream or (stream is None and large):
+        if is_streamed(needed, stream, margin):
             return self._made(found, train, test)
         if memory is not None and needed > memory:
             # Refused here: an allocation beyond the memory often succeeds, and kills the process later.
@@ -108,6 +103,17 @@ class Encoded(Source):
             source=found.source,
             verified=False,
         )
+
+
+def is_streamed(needed: int, stream: bool | None, margin: float | None) -> bool:
+    """Whether image files that take so many bytes when they are decoded stay where they are.
+
+    They do by `stream`, by a `margin` (stored pictures are needed, to crop them anew each time), or if they would take
+    more than a quarter of the machine's memory.
+    """
+    memory = memory_size()
+    large = memory is not None and needed > memory * _SHARE
+    return margin is not None or bool(stream) or (stream is None and large)
 
 
 def _decoded(images: Streamed, before: int, after: int, display: Quiet) -> Tensor:

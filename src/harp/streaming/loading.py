@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from harp.errors import DataError, RecipeError
+from harp.processes import cores
 from harp.readers import Array, Bytes, Centre, Place, careful, read_place, upright
 from harp.streaming.augment import Augment, ResizedCrop
 from harp.streaming.streamed import decode
@@ -220,5 +221,4 @@ def check_workers(workers: int) -> int:
 
 def default_workers(processes: int = 1) -> int:
     """So many workers as cores are left for each of the training processes on this machine, at most eight."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(_MOST, cores // max(1, processes) - 1))
+    return max(0, min(_MOST, len(cores.usable()) // max(1, processes) - 1))
