@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from harp.frozen import _thin_convolution, frozen
+from harp.sparse.agreement import disagreement
 from tests import cases
 
 
@@ -275,6 +276,80 @@ def test_falls_back_with_one_warning_if_the_logits_differ(caplog: pytest.LogCapt
             with frozen(model, x) as net:
                 assert net is model
     assert len(caplog.records) == 1
+
+
+class Halved(torch.autograd.Function):
+    """The identity with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+@fx.wrap
+def halved(x: Tensor) -> Tensor:
+    found: Tensor = Halved.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def levels(x: Tensor) -> Tensor:
+    return (x * 8).round() / 8
+
+
+class Straight(nn.Module):
+    """Numbers of few levels, with the gradient of the numbers themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (levels(x) - x).detach()
+
+
+class Unrecorded(nn.Module):
+    """A sum of which one half has no gradient, in words that a trace does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            cut = x * 2
+        return x + cut
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return halved(x)
+
+
+@pytest.mark.parametrize("engine", ["off", "always"])
+@pytest.mark.parametrize("kind", [Straight, Unrecorded, Own])
+def test_a_model_with_gradients_of_its_own_keeps_them(
+    kind: type[nn.Module], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HARP_ENGINE", engine)
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    x = torch.rand(4, 3, 8, 8)
+    expected = gradients(model, x)[1]
+    assert expected.abs().max() > 0
+    with frozen(model, x) as net:
+        found = gradients(net, x)[1]
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_what_is_compared_are_the_gradients_of_most_images() -> None:
+    model, x = cases.build("conv").eval(), cases.batch(6)[0]
+
+    def cut(count: int) -> Any:
+        return lambda points: model(torch.cat([points[:count].detach(), points[count:]]))
+
+    assert disagreement(model, model, x) == ""
+    assert disagreement(cut(1), model, x) == "", "a kink may be near one of them"
+    assert "gradients are off by 100" in disagreement(cut(4), model, x)
+    assert "gradients are off" in disagreement(lambda points: model(points).detach(), model, x)
+    assert "gradients are off" in disagreement(lambda points: model(points) + (points * 0).sqrt().sum(), model, x)
+    assert "logits are off" in disagreement(lambda points: model(points) * 2, model, x)
+    assert disagreement(lambda points: model(points).detach(), lambda points: model(points).detach(), x) == ""
 
 
 def test_forward_that_makes_tensors_leaves_none_on_the_model() -> None:

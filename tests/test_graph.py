@@ -111,6 +111,15 @@ def test_a_transformer_is_left_to_torch(cases: dict[str, tuple[nn.Module, Captur
     assert same(torch.autograd.grad(logits(captured, model, x).square().sum(), x)[0], expected, 1e-4)
 
 
+def test_a_graph_whose_answers_are_not_numbers_is_refused() -> None:
+    class Divided(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) / (x.flatten(1) - x.flatten(1))
+
+    with pytest.raises(ModelError, match="off by nan"):
+        capture(Divided(), torch.rand(2, 1, 3, 3))
+
+
 def test_tensors_are_those_of_the_moment(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
     _, captured = cases["residual"]
     other = build("residual", seed=7).eval()

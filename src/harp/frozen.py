@@ -36,17 +36,14 @@ from torch.nn.utils import parametrize
 
 from harp.errors import ModelError
 from harp.modes import evaluating
+from harp.sparse.agreement import TOLERANCE, Logits, disagreement
 from harp.sparse.follower import Follower, wanted
 
 _log = logging.getLogger("harp")
-Logits = Callable[[Tensor], Tensor]
 
 # The height of a feature map from which on channels_last is faster, measured per layer: the kernels of AVX-512
 # lose half their speed with it at 4 x 4, those of AVX2 gain at every size.
 _CHANNELS_LAST_FROM = {"AVX512": 8, "AVX2": 1}
-
-# What may differ, relative to the largest logit. In lower precisions one more rounding could move a decision.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 
 # A multiplication of the sparse engine, and the effort for every output, against a multiplication of the dense library:
 # measured with AVX2, 36 against 80 billion operations a second, and 0.1 nanoseconds an output.
@@ -94,7 +91,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary(
 @torch.inference_mode(False)
 def _folded(model: nn.Module, example: Tensor) -> Logits | None:
     """A faster network with the weights of this moment; None if the plain model has to do."""
-    if example.dtype not in _TOLERANCE or len(example) == 0 or not _is_plain(model):
+    if example.dtype not in TOLERANCE or len(example) == 0 or not _is_plain(model):
         return None
     parts, settings = _parts_and_settings(model)
     settings = (example.shape[1:], example.dtype, example.device, *settings)
@@ -134,12 +131,8 @@ def _followed(plan: _Plan, model: nn.Module, example: Tensor) -> Logits | None:
         if plan.follower is None:
             follower = Follower(model, example[:8])
             follower.follow(model)
-            _refold(plan.graph)
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                expected = plan.graph(example[:8])
-                difference = float((follower(example[:8]) - expected).abs().max())
-            if not difference <= _TOLERANCE[example.dtype] * float(expected.abs().max()):
-                raise ModelError(f"it is off by {difference:.1e}")
+            if said := disagreement(follower, model, example[:8]):
+                raise ModelError(said)
             plan.follower = follower
         else:
             plan.follower.follow(model)
@@ -263,19 +256,18 @@ def _is_thin(layer: Any) -> bool:
 
 
 def _build(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
-    """Trace, rewrite and check; None if the model can't be traced or the rewritten one gives other logits."""
-    with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
-        expected = model(example)
-        try:
+    """Trace, rewrite and check; None if the model can't be traced or the rewritten one is another function."""
+    try:
+        with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             traced = _trace(model)
             ShapeProp(traced).propagate(example)
             _rewrite(traced, choose_layout=example.device.type == "cpu" and example.dtype == torch.float32)
-            difference = float((traced(example) - expected).abs().max())
-        except Exception as error:  # forward may do anything: whatever went wrong, there's no graph of it
-            _log.debug("the model is attacked as it is, it can't be traced: %s", error)
-            return None
-    if not difference <= _TOLERANCE[example.dtype] * float(expected.abs().max()):
-        _log.warning("the folded network is off by %.1e: the model is attacked as it is", difference)
+        said = disagreement(traced, model, example)
+    except Exception as error:  # forward may do anything: whatever went wrong, there's no graph of it
+        _log.debug("the model is attacked as it is, it can't be traced: %s", error)
+        return None
+    if said:
+        _log.warning("the folded network is another function, %s: the model is attacked as it is", said)
         return None
     return traced
 

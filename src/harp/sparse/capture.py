@@ -32,13 +32,15 @@ _TOLERANCE = 1e-4  # relative to the largest logit
 class Captured:
     """The graph of a model, and how its tensors follow from the model's own.
 
-    `folds` are the batch norms that went into layers, by the name of the layer's weight.
+    `folds` are the batch norms that went into layers, by the name of the layer's weight. `detached` says that the model
+    cuts results off from the gradient, which the graph does not.
     """
 
     graph: Graph
     folds: dict[str, Fold]
     constants: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     derived: Mapping[str, Derived] = field(default_factory=dict, repr=False)
+    detached: bool = False
 
     @torch.no_grad()
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
@@ -119,7 +121,7 @@ def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Ca
         Graph.from_dict(graph.as_dict())
     except BadFile as error:
         raise ModelError(f"the model has no proper graph: {error}") from error
-    return Captured(graph, folds, reader.constants, reader.derived)
+    return Captured(graph, folds, reader.constants, reader.derived, reader.detached)
 
 
 def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: Any) -> None:
@@ -130,7 +132,7 @@ def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: A
     if result.shape != expected.shape:
         raise ModelError(f"the model gives {tuple(expected.shape)}, its graph {tuple(result.shape)}")
     difference, largest = float((result - expected).abs().max()), float(expected.abs().max())
-    if not difference <= _TOLERANCE * largest and difference > 0:
+    if not difference <= _TOLERANCE * largest:
         raise ModelError(
             f"the model's graph is off by {difference:.1e} for {len(x)} images, logits are up to {largest:.1e}:"
             " does forward depend on more than the images?"

@@ -20,6 +20,7 @@ _NOTHING = {
     "alias", "clone", "contiguous", "detach", "detach_copy", "dropout", "feature_dropout", "alpha_dropout",
     "feature_alpha_dropout", "lift", "lift_fresh", "lift_fresh_copy", "native_dropout",
 }  # fmt: skip
+_DETACHED = {"detach", "detach_copy"}
 _TYPES = {"to", "_to_copy", "type_as", "float"}  # they give what they get if it is of the type already
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "view_copy", "_reshape_alias"}
 _NEW = ("new_zeros", "new_ones", "new_full")
@@ -77,6 +78,7 @@ class Reader:
         self.sizes: dict[str, Shape] = {}  # of constants
         self.constants: dict[str, Tensor] = {}
         self.derived: dict[str, Derived] = {}
+        self.detached = False  # whether a result was cut off from the gradient
         self.batch: Any = None
 
     def read(self) -> str:
@@ -244,6 +246,7 @@ class Reader:
         x = next(iter(bound.values()), None)
         packet = _packet(target)
         if isinstance(x, Result) and not bound.get("train") and self._is_nothing(packet, call, value):
+            self.detached |= packet in _DETACHED
             return x
         rule = self.rules.get(packet)
         if rule is None or not self._is_plain(call, value):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from harp.errors import RecipeError
+from harp.errors import ModelError, RecipeError
 from harp.sparse import native
 from harp.sparse.capture import Captured, capture
 from harp.sparse.folds import bias_name, normed
@@ -35,6 +35,8 @@ class Follower:
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.captured: Captured = capture(model, example)
+        if self.captured.detached:
+            raise ModelError("the model detaches results from the gradient, which a graph can't say")
         self.network: Network | None = None
         self._layers = {
             node.tensors["weight"] for node in self.captured.graph.nodes if node.op in ("conv", "linear")
