@@ -36,10 +36,11 @@ from torch.nn.utils import parametrize
 
 from harp.errors import ModelError
 from harp.modes import evaluating
-from harp.sparse.agreement import TOLERANCE, Logits, disagreement
+from harp.sparse.agreement import TOLERANCE, disagreement
 from harp.sparse.follower import Follower, wanted
 
 _log = logging.getLogger("harp")
+Logits = Callable[[Tensor], Tensor]
 
 # The height of a feature map from which on channels_last is faster, measured per layer: the kernels of AVX-512
 # lose half their speed with it at 4 x 4, those of AVX2 gain at every size.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Logits = Callable[[Tensor], Tensor]
+_Network = Callable[[Tensor], Tensor]
 
 # What logits may differ by, relative to the largest one. In lower precisions one more rounding could move a decision.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
@@ -13,7 +13,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
 _GRADIENT_TOLERANCE = 2e-2
 
 
-def disagreement(found: Logits, model: Logits, example: Tensor) -> str:
+def disagreement(found: _Network, model: _Network, example: Tensor) -> str:
     """How a function differs from a model near a batch of images; nothing if it does not."""
     x = _apart(example.detach())
     with torch.autocast(example.device.type, enabled=False):
@@ -38,7 +38,7 @@ def _apart(example: Tensor) -> Tensor:
     return torch.lerp(example, (low + (high - low) * random).to(example.device), 0.1)
 
 
-def _with_gradient(net: Logits, x: Tensor) -> tuple[Tensor, Tensor]:
+def _with_gradient(net: _Network, x: Tensor) -> tuple[Tensor, Tensor]:
     """Logits, and the gradient of a sum of them with fixed weights; zeros where there is none."""
     points = x.clone().requires_grad_(True)
     with torch.enable_grad():
