@@ -1,13 +1,16 @@
 """The loop: what it selects, what it refuses, and that it takes anybody's batches."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from lightning_fabric.wrappers import _FabricDataLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from harp.errors import CheckpointError, DataError, Diverged, RecipeError
+from harp.loaders import EpochBatches, by_epoch
 from harp.objectives import Natural, PgdTraining
 from harp.pruners import Dense, Fixed, Harp, Hydra, Magnitude
 from harp.schedules import constant, cosine
@@ -43,6 +46,59 @@ def test_a_dataloader_resumes_in_the_middle_of_an_epoch_to_the_bit() -> None:
         train(keeper)
     resumed = train(Memory(state=keeper.state))
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def order(batches: EpochBatches, epoch: int, start: int = 0) -> list[int]:
+    """Which images come, by their brightness."""
+    return [int(value) for x, _ in batches(epoch, start) for value in x.flatten(1).min(1).values]
+
+
+class Plain(Dataset[tuple[Tensor, int]]):
+    """Images that tell their number."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((1, 1, 1), float(index)), 0
+
+
+@dataclass
+class Fabrics:
+    """The engine in one of several processes: its loaders count epochs from the start of the process."""
+
+    global_rank: int = 0
+    world_size: int = 1
+
+    def setup_dataloaders(self, loader: DataLoader[Any], move_to_device: bool) -> Any:
+        sampler = DistributedSampler[Any](Plain(), self.world_size, self.global_rank, shuffle=True)
+        return _FabricDataLoader(DataLoader(Plain(), batch_size=4, sampler=sampler))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_order_of_a_dataloader_follows_from_seed_and_epoch(world: int) -> None:
+    def made(seed: int, rank: int = 0) -> EpochBatches:
+        return by_epoch(DataLoader(Plain(), batch_size=4, shuffle=True), Fabrics(rank, world), seed)
+
+    whole = made(3)
+    first, second = order(whole, 0), order(whole, 1)
+    assert first != second
+    assert order(made(3), 1) == second and order(made(3), 1, 2) == second[8:], "a process that goes on in epoch 1"
+    assert order(made(4), 0) != first
+    assert sorted(number for rank in range(world) for number in order(made(3, rank), 1)) == list(range(24))
+
+
+def test_samplers_are_told_the_epoch() -> None:
+    class Told(SequentialSampler):
+        epochs = list[int]()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    batches = by_epoch(DataLoader(Plain(), sampler=Told(Plain())), Fabrics(), 0)
+    list(batches(0))
+    list(batches(5, 2))
+    assert Told.epochs == [0, 5]
 
 
 def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:

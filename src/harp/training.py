@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from harp.files import reason
 from harp.finite import Guard
 from harp.free import Free
 from harp.frozen import frozen
+from harp.loaders import EpochBatches, by_epoch
 from harp.processes import ranks
 from harp.processes.engine import launch
 from harp.processes.noise import shared
@@ -30,16 +31,6 @@ from harp.sparse.training import SparseForward
 logger = logging.getLogger("harp")
 
 Record = dict[str, Any]
-
-
-class EpochBatches(Protocol):
-    """Batches as a function of the epoch: `harp.batches.Batches`, or your own."""
-
-    def __len__(self) -> int: ...
-
-    def __call__(self, epoch: int, start: int = 0) -> Iterable[tuple[Tensor, Tensor]]:
-        """The batches of an epoch from number `start` on."""
-        ...
 
 
 class Keeper(Protocol):
@@ -97,7 +88,7 @@ def fit(
         optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
         schedule: the learning rate's factor as a function of progress from 0 to 1.
         accumulate: parts that each batch is split into, to save memory.
-        seed: every step's randomness derives from (seed, epoch, step, rank).
+        seed: every step's randomness derives from (seed, epoch, step, rank), and a DataLoader's order from (seed, epoch).
         validate: called at the end of each epoch with the answer's weights in the model, in every process, which may
             share the work; returns metrics, of which the first process's count.
         select: the metric whose best epoch (the pruner being ready) is left in the model; None: the last epoch.
@@ -107,7 +98,7 @@ def fit(
     if epochs < 0 or accumulate < 1:
         raise RecipeError(f"epochs {epochs}, accumulate {accumulate}: give at least 0 and 1")
     fabric = launch() if fabric is None else fabric
-    source = _by_epoch(batches, fabric)
+    source = by_epoch(batches, fabric, seed)
     pruner.to(fabric.device)
     model.to(fabric.device)
     groups = pruner.trainable()
@@ -350,37 +341,6 @@ class _Training:
         elif self.history and not self.pruner.ready:
             logger.warning("the budget was not met while training: the last epoch's rates were scaled to it")
         return Fitted(self.pruner.finish(), self.history, epoch, self.seconds())
-
-
-class _Loader:
-    """Any iterable of batches as batches by epoch; earlier batches are drawn and dropped on resume."""
-
-    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], seed: int = 0) -> None:
-        self.loader, self.seed = loader, seed
-
-    def __len__(self) -> int:
-        try:
-            return len(self.loader)  # type: ignore[arg-type]  # some iterables have no length
-        except TypeError as error:
-            raise RecipeError("batches have no length: pass a DataLoader, or `harp.batches.Batches`") from error
-
-    def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        torch.manual_seed(derive(self.seed, "order", epoch))
-        iterator = iter(self.loader)
-        for number in range(len(self)):
-            torch.manual_seed(derive(self.seed, "load", epoch, number))  # as if the batches before had been trained on
-            x, y = next(iterator)
-            if number >= start:
-                yield x, y
-
-
-def _by_epoch(batches: Any, fabric: Any) -> EpochBatches:
-    """Batches as a function of the epoch, and this rank's part of them."""
-    if callable(batches):
-        shard = getattr(batches, "shard", None)
-        mine: EpochBatches = shard(fabric.global_rank, fabric.world_size) if shard else batches
-        return mine
-    return _Loader(fabric.setup_dataloaders(batches, move_to_device=False) if fabric.world_size > 1 else batches)
 
 
 def _cuda_devices(fabric: Any) -> list[int]:
