@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -187,8 +186,36 @@ def test_a_signal_reaches_the_run_and_its_exit_code_the_scheduler(tmp_path: Path
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert (tmp_path / "x.state").read_text() == "running 5\n"
     process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=20)[0] == "told\n" and process.returncode == 7
+    assert process.communicate(timeout=120)[0] == "told\n" and process.returncode == 7
     assert (tmp_path / "x.state").read_text() == "ended:7 5\n"
+
+
+def test_a_run_that_ends_while_its_script_passes_the_signal_on_queues_again(tmp_path: Path) -> None:
+    """The trap ended the waiting, and the run is gone before the script looks: the code is still the run's."""
+    code = 'trap "exit 75" USR1; echo ready; while :; do sleep 0.05; done'
+    job = Job("x", ("bash", "-c", code), tmp_path / "x.log", lambda: False)
+    cluster = Cluster(tmp_path / "cluster")
+    (tmp_path / "x.sh").write_text(script.text(job, tmp_path / "x.state", ""))
+    slow = '() { builtin kill "$@" || return; [ "$1" = -0 ] || while builtin kill -0 "$2"; do sleep 0.01; done; }'
+    told = {**os.environ, "SLURM_JOB_ID": "5", "PATH": f"{cluster.bin}:{os.environ['PATH']}", "BASH_FUNC_kill%%": slow}
+    process = subprocess.Popen(["bash", str(tmp_path / "x.sh")], stdout=subprocess.PIPE, text=True, env=told)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=120)
+    assert process.returncode == 75
+    assert cluster.calls("scontrol") == [["scontrol", "requeue", "5"]]
+
+
+@pytest.mark.parametrize(("given", "seen"), [("8", "8"), ("", "none")])
+def test_tasks_get_the_cores_of_the_job(tmp_path: Path, given: str, seen: str) -> None:
+    stub = tmp_path / "srun"
+    stub.write_text('#!/bin/bash\necho "${SRUN_CPUS_PER_TASK-none}"\n')
+    stub.chmod(0o755)
+    job = Job("x", ("true",), tmp_path / "x.log", lambda: False)
+    told = {**os.environ, "SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    text = script.text(job, tmp_path / "x.state", "", devices=2)
+    done = subprocess.run(["bash"], input=text, text=True, env=told, capture_output=True)
+    assert done.stdout == f"{seen}\n", done.stderr
 
 
 def test_without_squeue_the_files_tell(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,22 +298,29 @@ def test_a_damaged_ledger_is_said(make: Make) -> None:
 # ---------------------------------------------------------------- waiting
 
 
+class Once(Quiet):
+    """Do something when it has been shown for the first time that jobs wait."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.acts = [act]
+
+    def works(self, names: list[str]) -> None:
+        if self.acts:
+            self.acts.pop()()
+
+
 def test_waiting_ends_with_the_jobs_and_says_what_failed(cluster: Cluster, make: Make, tmp_path: Path) -> None:
     queue = make()
     (tmp_path / "second.code").write_text("4")
     queue.bring()
-    timer = threading.Timer(0.3, cluster.run)
-    timer.start()
-    assert queue.wait(Quiet(), seconds=0.1) == {"second": "FAILED, exit code 4"}
-    timer.join()
+    assert queue.wait(Once(cluster.run), seconds=0.01) == {"second": "FAILED, exit code 4"}
 
 
 def test_ctrl_c_ends_the_waiting_and_not_the_jobs(cluster: Cluster, make: Make) -> None:
     queue = make()
     queue.bring()
-    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(Interrupted, match="the jobs go on"):
-        queue.wait(Quiet(), seconds=0.1)
+        queue.wait(Once(lambda: signal.raise_signal(signal.SIGINT)), seconds=60)
     assert states(queue) == ["queued", "queued"] and not cluster.calls("scancel")
 
 

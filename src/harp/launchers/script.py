@@ -35,11 +35,11 @@ run=$!
 trap 'kill -USR1 "$run" 2> /dev/null' USR1
 trap 'kill -TERM "$run" 2> /dev/null' TERM
 wait "$run"
-code=$?
 while kill -0 "$run" 2> /dev/null; do # a signal ended the waiting, not the run
     wait "$run"
-    code=$?
 done
+wait "$run" # once more: what a signal ended told of the signal, and bash remembers how the run ended
+code=$?
 if [ "$code" -eq 75 ]; then # saved, unfinished: the same command goes on
     tell again
     scontrol requeue "$SLURM_JOB_ID" && exit 75
@@ -47,6 +47,9 @@ fi
 tell "ended:$code"
 exit "$code"
 """
+
+# Since SLURM 22.05 srun does not take over the job's --cpus-per-task by itself.
+_CORES = '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
 
 
 def words_of(options: str) -> list[str]:
@@ -82,7 +85,7 @@ def text(job: Job, state: Path, options: str, devices: int = 1) -> str:
         lines.append(f"#SBATCH {' '.join(_quoted(word) for word in words)}")  # last, as later ones win
     command = shlex.join(job.command)
     if devices > 1:
-        command = f"srun --kill-on-bad-exit=1 {command}"
+        command = f"{_CORES}\nsrun --kill-on-bad-exit=1 {command}"
     body = _BODY.format(state=shlex.quote(str(state)), command=command)
     return "\n".join(["#!/bin/bash", *lines, "", body])
 
