@@ -89,16 +89,16 @@ def test_the_order_of_a_dataloader_follows_from_seed_and_epoch(world: int) -> No
 
 
 def test_samplers_are_told_the_epoch() -> None:
-    class Told(SequentialSampler):
-        epochs = list[int]()
+    epochs = list[int]()
 
+    class Told(SequentialSampler):
         def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
+            epochs.append(epoch)
 
     batches = by_epoch(DataLoader(Plain(), sampler=Told(Plain())), Fabrics(), 0)
     list(batches(0))
     list(batches(5, 2))
-    assert Told.epochs == [0, 5]
+    assert epochs == [0, 5]
 
 
 def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:

@@ -88,7 +88,7 @@ def fit(
         optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
         schedule: the learning rate's factor as a function of progress from 0 to 1.
         accumulate: parts that each batch is split into, to save memory.
-        seed: every step's randomness derives from (seed, epoch, step, rank), and a DataLoader's order from (seed, epoch).
+        seed: every step's randomness derives from (seed, epoch, step, rank), a DataLoader's order from (seed, epoch).
         validate: called at the end of each epoch with the answer's weights in the model, in every process, which may
             share the work; returns metrics, of which the first process's count.
         select: the metric whose best epoch (the pruner being ready) is left in the model; None: the last epoch.
