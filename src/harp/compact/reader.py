@@ -1,8 +1,7 @@
 """Reads `.harp` files: pruned networks, small. docs/format.md describes the format, byte by byte.
 
-This file needs Python 3.11 and numpy and nothing else: copy it to where a network is to be read. No file is trusted:
-checksums come first, and every size is held against the bytes that are there and against `limit` before memory is
-asked for. Whatever is wrong with a file is a `BadFile` of one line.
+This file needs Python 3.11 and numpy only: copy it to where a network is to be read. No file is trusted: sizes are held
+against the bytes there are and against `limit` before memory is asked for. What is wrong is a `BadFile` of one line.
 """
 
 import io
@@ -94,8 +93,8 @@ def _check(entry: Any) -> None:
     name, shape, coding, sparse = entry["name"], entry["shape"], entry.get("coding"), "nonzeros" in entry
     numbers = [entry.get(key) for key in ("offset", "length", "crc", *(("nonzeros", "index") if sparse else ()))]
     _demand(all(type(n) is int and n >= 0 for n in [*shape, *numbers]), f"{name!r} has a size that is no number")
-    places = math.prod(max(n, 1) for n in shape)  # numpy can't hold (0, 2**40, 2**40) either
-    _demand(places <= LARGEST_TENSOR and len(shape) <= 32, f"{name!r} is too large: shape {shape}")
+    places = math.prod(min(max(n, 1), LARGEST_TENSOR + 1) for n in shape[:32])  # numpy can't hold (0, 2**40, 2**40)
+    _demand(places <= LARGEST_TENSOR and len(shape) <= 32, f"{name!r:.100} is too large: shape {shape[:33]!r:.200}")
     _demand(entry.get("dtype") in DTYPES and coding in ("plain", *STORED), f"{name!r} is stored in an unknown way")
     _demand(not sparse or numbers[3] <= math.prod(shape), f"{name!r} has more values than places")
     _demand(coding != "int8" or (sparse and entry.get("scale") in ("f16", "f32")), f"{name!r} has no scales")
@@ -112,6 +111,7 @@ def _tensor(entry: dict[str, Any], content: bytes) -> Stored:
         live, row = np.unique(indices // max(math.prod(shape[1:]), 1), return_inverse=True)
         values = values * _values(part, len(live), STORED[entry["scale"]]).astype(np.float32)[row]
     _demand(not part.read(1), f"tensor {entry['name']!r} has bytes to spare")
+    _demand(values.dtype.kind != "b" or values.view("u1").max(initial=0) < 2, f"{entry['name']!r} has bools beyond 1")
     return Stored(shape, indices, values.astype(dtype))
 
 
@@ -120,9 +120,9 @@ def _positions(part: io.BytesIO, count: int, size: int) -> npt.NDArray[np.int64]
     code = _take(part, 1)[0] if count else 0
     if code < BUCKETS:  # Golomb-Rice: as many zeros as the high part says, and a one
         unary = _take(part, len(part.getvalue()) - part.tell() - (count * code + 7) // 8)
-        ones = np.flatnonzero(np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little"))
-        _demand(len(ones) == count, f"{count} positions expected, {len(ones)} found")
-        high, lengths = np.diff(ones, prepend=-1) - 1, np.full(count, code, np.int64)
+        marks = np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little")
+        _demand((found := np.count_nonzero(marks)) == count, f"{count} positions expected, {found} found")
+        high, lengths = np.diff(np.flatnonzero(marks), prepend=-1) - 1, np.full(count, code, np.int64)
     else:  # entropy-coded buckets: a number below 2 ** (bits + 1), or its highest bits and how many come below them
         bits, buckets = code - BUCKETS, _symbols(part, count).astype(np.int64)
         _demand(bits <= 2, f"positions are coded in an unknown way: {code}")
