@@ -17,7 +17,7 @@ from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, Re
 from harp.sparse import reference
 from harp.sparse.capture import capture
 from harp.sparse.graph import Graph
-from harp.sparse.loading import load
+from harp.sparse.loading import GENEROUS, load
 from harp.sparse.storing import pack
 
 _ONNX = ("onnxruntime", "openvino")
@@ -83,8 +83,8 @@ def of_run(folder: Path, made: Path, shape: str | None = None) -> Prepared:
 
 def of_harp(path: Path, folder: Path) -> Prepared:
     """The files of a compact file: its own, and those of the same weights in full."""
-    graph = load(path).graph
-    _, stored, _ = compact.load(path)
+    graph = load(path, limit=GENEROUS).graph
+    _, stored, _ = compact.load(path, GENEROUS)
     tensors = {name: stored[name] for name in graph.tensor_names()}
     full = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     return _beside(path, graph, full, folder, _bytes(full))

@@ -44,9 +44,9 @@ class Runtime:
 
 
 def _sparse(path: Path, threads: int) -> Predict:
-    from harp.sparse.loading import load
+    from harp.sparse.loading import GENEROUS, load
 
-    return load(path, threads=threads)
+    return load(path, threads=threads, limit=GENEROUS)
 
 
 def _torch(path: Path, threads: int) -> Predict:

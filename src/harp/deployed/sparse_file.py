@@ -15,7 +15,7 @@ from harp.deployed.queried import Array
 from harp.errors import ModelError
 from harp.sparse import reference
 from harp.sparse.graph import Graph, Node
-from harp.sparse.loading import load
+from harp.sparse.loading import GENEROUS, load
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SparseFile:
 
 def read(path: Path) -> SparseFile:
     """Read a file; it is checked as one from a stranger."""
-    network = load(path, threads=torch.get_num_threads())
+    network = load(path, threads=torch.get_num_threads(), limit=GENEROUS)
     graph, shape = network.graph, network.graph.input_shape
     if len(shape) != 3:
         raise ModelError(f"{path.name} takes inputs of shape {shape}, expected images: (channels, height, width)")
@@ -40,7 +40,7 @@ def read(path: Path) -> SparseFile:
         return np.asarray(network(images))
 
     def twin() -> nn.Module:
-        return InTorch(graph, compact.load(path)[1])
+        return InTorch(graph, compact.load(path, GENEROUS)[1])
 
     runtime = {"harp": harp.__version__, "instructions": network.isa or "torch", "native": network.native_share}
     return SparseFile(ask, (shape[0], shape[1], shape[2]), runtime, network.header, twin)

@@ -37,9 +37,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _sparse(path: str, about: Any) -> Answer:
-    from harp.sparse.loading import load
+    from harp.sparse.loading import GENEROUS, load
 
-    return load(path)
+    return load(path, limit=GENEROUS)
 
 
 def _onnx(path: str, about: Any) -> Answer:

@@ -63,7 +63,7 @@ _STATED = ("input", "conv", "linear", "torch")  # their shapes don't follow from
 
 _LARGEST = 1 << 28  # numbers of a result for one image
 _LONGEST = 1 << 20  # of a kernel, a stride, a name
-_MOST = 100_000  # nodes
+_MOST = 10_000  # nodes
 _DEEPEST = 8  # lists within lists of arguments
 _ATEN = re.compile(r"aten\.[A-Za-z0-9_]{1,100}\.[A-Za-z0-9_]{1,100}")
 

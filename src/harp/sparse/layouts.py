@@ -11,8 +11,9 @@ def layouts(stage: Stage, lanes: int, vector: int) -> dict[Value, Plane]:
     group: dict[Value, Value] = {}
 
     def root(value: Value) -> Value:
-        while group.setdefault(value, value) is not value:
-            value = group[value]
+        while (above := group.setdefault(value, value)) is not value:
+            group[value] = group[above]  # a long chain is not walked twice
+            value = above
         return value
 
     pads: list[tuple[Value, int]] = []

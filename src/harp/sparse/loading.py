@@ -10,18 +10,20 @@ import numpy.typing as npt
 from harp.compact.reader import BadFile, Stored, read_sparse
 from harp.errors import CheckpointError
 from harp.files import StrPath, reason
+from harp.sparse import footprint, native
 from harp.sparse.graph import Graph
 from harp.sparse.network import Network
 
-_PER_NUMBER = 64  # bytes for each number that a node gives: several images of it, and the taps of an average over it
+GENEROUS = 1 << 34
+"""A limit for files that somebody wants to be computed although they are large, and for our own."""
 
 
-def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 31) -> Network:
+def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
     """The network of a file that `harp export --to sparse` wrote.
 
     It takes images as float32 of shape (N, C, H, W) in [0, 1], of numpy or torch, and gives logits of the same kind.
-    `limit` is how many bytes of tensors it may take, and about how many the computation may. The file is checked as one
-    from a stranger.
+    `limit` is how many bytes its tensors may take, and about how many a thread may to compute images: one, or as many
+    as a vector has lanes. The file is checked as one from a stranger.
     """
     try:
         header, stored = read_sparse(Path(path), limit)
@@ -29,15 +31,14 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 31) -> Network:
             raise BadFile("it holds tensors but no graph; `harp.compact.load` reads those")
         graph = Graph.from_dict(header["graph"])
         graph.check({name: each.shape for name, each in stored.items()})
-        need = _PER_NUMBER * sum(math.prod(map(abs, node.shape)) for node in graph.nodes)
-        if need > limit:
-            raise BadFile(f"computing an image may take {need} bytes, more than the limit of {limit}")
+        footprint.check_taps(graph, {name: len(each.values) for name, each in stored.items()}, limit)
         if graph.needs_torch:
             _check_with_torch(graph, stored)
-        tensors = _tensors(graph, stored, limit)
+        network = Network(graph, _tensors(graph, stored, limit), threads=threads, header=header)
+        footprint.check(network, limit)
     except (OSError, BadFile) as error:
         raise CheckpointError(f"can't read {path}: {error if isinstance(error, BadFile) else reason(error)}") from error
-    return Network(graph, tensors, threads=threads, header=header)
+    return network
 
 
 def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
@@ -61,7 +62,8 @@ def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, S
             raise BadFile(f"{name!r} is a {stored[name].values.dtype}, layers need floats")
     named = {name: _single(stored[name]) if name in floats else stored[name] for name in graph.tensor_names()}
     full = {name: each for name, each in named.items() if name not in sparse}
-    need = sum(math.prod(each.shape) * each.values.itemsize for each in full.values())
+    filled = full if native.kernels() is not None else named  # torch computes with all weights, zero or not
+    need = sum(math.prod(each.shape) * each.values.itemsize for each in filled.values())
     if need > limit:
         raise BadFile(f"the tensors take {need} bytes, more than the limit of {limit}")
     return {name: _dense(each) if name in full else each for name, each in named.items()}

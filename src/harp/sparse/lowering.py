@@ -4,6 +4,7 @@ A *stage* is a part of the graph that the native code computes as a whole. Betwe
 torch.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -115,8 +116,8 @@ def read(operation: Operation) -> list[Value]:
 
 def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
     """A graph in its parts: stages for the native code, and single nodes for torch."""
-    needed = _needed(graph)
-    native = {node.name: node.name in needed and is_native(node, _shapes(graph)) for node in graph.nodes}
+    needed, shapes = _needed(graph), {node.name: node.shape for node in graph.nodes}
+    native = {node.name: node.name in needed and is_native(node, shapes) for node in graph.nodes}
     parts: list[list[Node]] = []
     for node in graph.nodes[1:]:
         if node.name not in needed:
@@ -132,7 +133,7 @@ def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
         if native[part[0].name]:
             inside = Counter(name for node in part for name in node.inputs)
             leaving = [n.name for n in part if readers[n.name] > inside[n.name]]
-            found.append(_Lowering(tensors, _shapes(graph)).stage(part, leaving))
+            found.append(_Lowering(tensors, shapes).stage(part, leaving))
         else:
             found.append(part[0])
     return found
@@ -150,16 +151,22 @@ def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return True
 
 
+def windows(node: Node, size: Sequence[int]) -> tuple[range, range]:
+    """The rows and columns of an average's windows that are inside an image of this size, for any of its windows."""
+    found = []
+    keys = ("kernel", "stride", "padding")
+    for given, made, *window in zip(size[1:], node.shape[1:], *(node.attributes[key] for key in keys), strict=True):
+        kernel, stride, padding = window
+        found.append(range(max(0, padding - (made - 1) * stride), min(kernel, given + padding)))
+    return found[0], found[1]
+
+
 def _needed(graph: Graph) -> set[str]:
     needed = {graph.output, graph.nodes[0].name}
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed.update(node.inputs)
     return needed
-
-
-def _shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    return {node.name: node.shape for node in graph.nodes}
 
 
 def _size(shape: Sequence[int]) -> Size:
@@ -175,9 +182,13 @@ class _Lowering:
 
     def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.tensors, self.shapes = tensors, shapes
-        self.operations: list[Operation] = []
+        self.made: dict[Value, Operation] = {}  # in the order of the operations, by what they give
+        self.places: dict[Value, int] = {}  # numbers in that order
+        self.numbers = itertools.count()
         self.values: dict[str, Value] = {}
         self.inputs: dict[str, Value] = {}
+        self.waiting: Counter[Value] = Counter()  # how often a value is still to be read, under all its names
+        self.taken: set[Value] = set()  # what operations read
         self.derived: dict[tuple[Value, tuple[int, int]], Split] = {}
         self.flat: dict[Value, Value] = {}
 
@@ -186,13 +197,26 @@ class _Lowering:
         self.readers = Counter(name for node in nodes for name in node.inputs)
         self.readers.update(leaving)
         for node in nodes:
-            self.values[node.name] = getattr(self, f"_{node.op}")(node, [self._value(name) for name in node.inputs])
-            self.readers.subtract(node.inputs)
-        return Stage(self.operations, self.inputs, {name: self.values[name] for name in leaving})
+            inputs = [self._value(name) for name in node.inputs]
+            self._name(node.name, getattr(self, f"_{node.op}")(node, inputs))
+            self.waiting.subtract(inputs)
+        return Stage(list(self.made.values()), self.inputs, {name: self.values[name] for name in leaving})
+
+    def _name(self, name: str, value: Value) -> None:
+        self.values[name] = value
+        self.waiting[value] += self.readers[name]
+
+    def _put(self, operation: Operation) -> None:
+        """An operation behind all others."""
+        self.made.pop(operation.y, None)
+        self.made[operation.y] = operation
+        self.places[operation.y] = next(self.numbers)
+        self.taken.update(read(operation))
 
     def _value(self, name: str) -> Value:
         if name not in self.values:
-            self.values[name] = self.inputs[name] = Value(_size(self.shapes[name]))
+            self.inputs[name] = Value(_size(self.shapes[name]))
+            self._name(name, self.inputs[name])
         return self.values[name]
 
     def _array(self, node: Node, role: str) -> Floats | None:
@@ -205,11 +229,13 @@ class _Lowering:
             return full
         return np.ascontiguousarray(tensor, np.float32)
 
-    def _product(self, x: Value, size: Size, each: Taps, node: Node | None = None) -> Value:
+    def _product(
+        self, x: Value, size: Size, each: Taps, node: Node | None = None, summand: Value | None = None
+    ) -> Value:
         y = Value(size)
         bias = None if node is None else self._array(node, "bias")
         names = {} if node is None else node.tensors
-        self.operations.append(Product(x, y, each, bias, None, names.get("weight"), names.get("bias")))
+        self._put(Product(x, y, each, bias, summand, names.get("weight"), names.get("bias")))
         return y
 
     def _flattened(self, x: Value) -> Value:
@@ -217,7 +243,7 @@ class _Lowering:
             return x
         if x not in self.flat:
             self.flat[x] = Value((math.prod(x.size), 1, 1))
-            self.operations.append(Flatten(x, self.flat[x]))
+            self._put(Flatten(x, self.flat[x]))
         return self.flat[x]
 
     def _convolved(self, x: Value, size: Size, weight: taps.Weight, node: Node | None, **how: Any) -> Value:
@@ -237,7 +263,7 @@ class _Lowering:
             channels, height, width = x.size
             size = (channels * math.prod(stride), -(-height // stride[0]), -(-width // stride[1]))
             split = self.derived[x, stride] = Split(x, Value(size), stride)
-            self.operations.append(split)
+            self._put(split)
         return self.derived[x, stride]
 
     def _conv(self, node: Node, inputs: list[Value]) -> Value:
@@ -254,17 +280,19 @@ class _Lowering:
         scale, shift = self._array(node, "scale"), self._array(node, "shift")
         assert scale is not None
         y = self._product(inputs[0], _size(node.shape), taps.diagonal(scale))
-        product = self.operations[-1]
+        product = self.made[y]
         assert isinstance(product, Product)
         product.bias, product.weight, product.bias_name = shift, node.tensors["scale"], node.tensors["shift"]
         return y
 
     def _avgpool(self, node: Node, inputs: list[Value]) -> Value:
+        channels, made = inputs[0].size[0], _size(node.shape)
         kernel, stride, padding = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding"))
-        channels = inputs[0].size[0]
-        weight = taps.average(channels, kernel)
+        tall, wide = windows(node, inputs[0].size)
+        weight = taps.average(channels, kernel, (len(tall), len(wide)))
+        padding = padding[0] - tall.start, padding[1] - wide.start
         how = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": channels}
-        return self._convolved(inputs[0], _size(node.shape), weight, None, **how)
+        return self._convolved(inputs[0], made, weight, None, **how)
 
     def _mean(self, node: Node, inputs: list[Value]) -> Value:
         channels, *kernel = inputs[0].size
@@ -277,7 +305,7 @@ class _Lowering:
     def _maxpool(self, node: Node, inputs: list[Value]) -> Value:
         y = Value(_size(node.shape))
         window = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding", "dilation"))
-        self.operations.append(MaxPool(inputs[0], y, *window))
+        self._put(MaxPool(inputs[0], y, *window))
         return y
 
     def _flatten(self, node: Node, inputs: list[Value]) -> Value:
@@ -285,33 +313,24 @@ class _Lowering:
 
     def _concat(self, node: Node, inputs: list[Value]) -> Value:
         y = Value(_size(node.shape))
-        self.operations.append(Concat(inputs, y))
+        self._put(Concat(inputs, y))
         return y
 
     def _add(self, node: Node, inputs: list[Value]) -> Value:
-        free = [value for value in inputs if (made := self._free(value)) and made.summand is None]
+        free = [made for value in inputs if (made := self._free(value)) and made.summand is None]
         if free:
-            order = [operation.y for operation in self.operations]
-            product = self._free(max(free, key=order.index))
-            assert product is not None
-            self.operations.remove(product)
-            self.operations.append(product)  # nobody reads it yet, so it can wait for the summand
+            product = max(free, key=lambda made: self.places[made.y])
             product.summand = inputs[0] if product.y is inputs[1] else inputs[1]
+            self._put(product)  # nobody reads it yet, so it can wait for the summand
             return product.y
-        y = self._product(inputs[0], inputs[0].size, taps.identity(inputs[0].size[0]))
-        product = self._free(y, readers=0)
-        assert product is not None
-        product.summand = inputs[1]
-        return y
+        first, second = inputs
+        return self._product(first, first.size, taps.identity(first.size[0]), summand=second)
 
-    def _free(self, value: Value, readers: int = 1) -> Product | None:
+    def _free(self, value: Value) -> Product | None:
         """The product that made a value, if it can still change: who reads it is the present node alone."""
-        names = [name for name, each in self.values.items() if each is value]
-        if sum(self.readers[name] for name in names) != readers or value.activation.kind != LINEAR:
+        if self.waiting[value] != 1 or value.activation.kind != LINEAR or value in self.taken:
             return None
-        if any(value in read(each) for each in self.operations):
-            return None
-        made = next((each for each in self.operations if each.y is value), None)
+        made = self.made.get(value)
         return made if isinstance(made, Product) else None
 
     def _activated(self, inputs: list[Value], activation: Activation) -> Value:

@@ -53,6 +53,7 @@ class Network:
         self._parts: list[Runner | Node] = []
         for part in graph.nodes[1:] if fit is None else stages(graph, tensors):
             self._parts.append(Runner(part, fit, threads) if fit and isinstance(part, Stage) else cast(Node, part))
+        self._done = _done(self._parts, graph.output)
         self._tensors: dict[str, Any] = {}
         if any(isinstance(each, Node) for each in self._parts):
             from harp.sparse import borrowed  # loads torch
@@ -61,6 +62,16 @@ class Network:
             for left in self._parts:
                 if isinstance(left, Node):
                     self._tensors.update(borrowed.tensors_of(left, tensors))
+
+    @property
+    def parts(self) -> Sequence[Runner | Node]:
+        """What is computed one after another: by native code, or single nodes by torch."""
+        return self._parts
+
+    @property
+    def done(self) -> Sequence[Sequence[str]]:
+        """For each part, the results that nobody reads after it."""
+        return self._done
 
     @property
     def native_share(self) -> float:
@@ -91,6 +102,8 @@ class Network:
                     results[part.name] = self._torch.compute(part, inputs, self._tensors, len(x))
                     if keep:
                         trace.inputs[number] = inputs
+                for name in self._done[number]:  # a transformer has hundreds of results
+                    del results[name]
         found = results[self.graph.output]
         return (found if isinstance(found, np.ndarray) else found.numpy()), trace
 
@@ -137,6 +150,21 @@ class Network:
             for part in self._parts:
                 if isinstance(part, Runner):
                     part.refill(values)
+
+
+def _done(parts: Sequence[Runner | Node], output: str) -> list[list[str]]:
+    """For each part, the results that nobody reads after it."""
+    last: dict[str, int] = {}
+    for number, part in enumerate(parts):
+        given, made = (
+            (part.stage.inputs, part.stage.outputs) if isinstance(part, Runner) else (part.inputs, [part.name])
+        )
+        last.update(dict.fromkeys((*given, *made), number))
+    found: list[list[str]] = [[] for _ in parts]
+    for name, number in last.items():
+        if name != output:
+            found[number].append(name)
+    return found
 
 
 def _checked(array: Any, shape: Sequence[int]) -> Array:

@@ -230,8 +230,9 @@ class Builder:
                 self._mask(operation.y)
             self._multiply(operation, where[operation.x], target, summand, activation, mask)
         elif isinstance(operation, Split):
-            for phase in range(math.prod(operation.stride)):
-                self._phase(operation, phase, where[operation.x], target, self.live.read[operation.y])
+            wanted = self.live.read[operation.y]
+            for phase in np.flatnonzero(wanted.reshape(math.prod(operation.stride), -1).any(1)).tolist():
+                self._phase(operation, phase, where[operation.x], target, wanted)
         elif isinstance(operation, Flatten):
             self._flatten(operation, where[operation.x], target, self.live.read[operation.x])
         elif isinstance(operation, MaxPool):

@@ -147,34 +147,36 @@ def is_allowed(overload: Any) -> bool:
 
 def _call(node: Node, nodes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
     target = function(node.attributes["op"])
-
-    def value(argument: Any) -> Any:
-        if isinstance(argument, list):
-            return [value(each) for each in argument]
-        if not isinstance(argument, dict):
-            return argument
-        ((kind, what),) = argument.items()
-        match kind:
-            case "node":
-                return nodes[what]
-            case "tensor":
-                return tensors[what]
-            case "batch":
-                return what * len(x)
-            case "dtype":
-                return dtype(what)
-        return float(what)
-
+    known = nodes, tensors, len(x)
     names = {argument.name for argument in target._schema.arguments}
     where = {"device": x.device} if "device" in names else {}
-    kwargs = {key: value(each) for key, each in node.attributes["kwargs"].items() if key not in _DROPPED}
-    result = target(*(value(each) for each in node.attributes["args"]), **kwargs, **where)
+    kwargs = {key: _value(each, *known) for key, each in node.attributes["kwargs"].items() if key not in _DROPPED}
+    result = target(*(_value(each, *known) for each in node.attributes["args"]), **kwargs, **where)
     pick = node.attributes["pick"]
     if pick is None:
         return result  # type: ignore[no-any-return]  # a function of torch, its results were checked by the schema
     if not isinstance(result, (tuple, list)) or pick >= len(result):
         raise BadFile(f"node {node.name!r:.100} picks result {pick}, which is not there")
     return result[pick]  # type: ignore[no-any-return]
+
+
+def _value(argument: Any, nodes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], count: int) -> Any:
+    """What an argument stands for. No inner function of `_call`: one that calls itself keeps all results alive."""
+    if isinstance(argument, list):
+        return [_value(each, nodes, tensors, count) for each in argument]
+    if not isinstance(argument, dict):
+        return argument
+    ((kind, what),) = argument.items()
+    match kind:
+        case "node":
+            return nodes[what]
+        case "tensor":
+            return tensors[what]
+        case "batch":
+            return what * count
+        case "dtype":
+            return dtype(what)
+    return float(what)
 
 
 def dtype(name: str) -> torch.dtype:

@@ -26,6 +26,11 @@ class Runner:
         self._numbers = sum(math.prod(operation.y.size) for operation in stage.operations)
         self._codes: dict[tuple[int, bool], tuple[Builder, Code, Code | None]] = {}
 
+    @property
+    def lanes(self) -> int:
+        """How many images are computed together, where there are as many."""
+        return int(self.kernels.lanes) if self._numbers * int(self.kernels.lanes) <= _MOST else 1
+
     def forward(self, x: Array, *, keep: bool) -> tuple[Array, Kept]:
         """Rows of inputs to rows of outputs; what the way back needs, if it is to be kept."""
         kept: Kept = []
@@ -58,7 +63,7 @@ class Runner:
 
     def _groups(self, *arrays: Array) -> Iterator[tuple[int, tuple[Array, ...]]]:
         """Rows of arrays by groups of images, with how many are in a group; the last array is written to."""
-        lanes = int(self.kernels.lanes) if self._numbers * int(self.kernels.lanes) <= _MOST else 1
+        lanes = self.lanes
         groups, rest = divmod(len(arrays[0]), lanes)
         done = groups * lanes
         if groups:

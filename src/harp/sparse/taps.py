@@ -5,6 +5,7 @@ the planes are the *phases* of the input, every second (third, ...) pixel of it,
 step of one in memory.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,8 +143,8 @@ def identity(channels: int, first: int = 0, planes: int | None = None) -> Taps:
     return replace(taps, planes=channels if planes is None else planes, plane=taps.plane + first)
 
 
-def average(channels: int, kernel: tuple[int, int]) -> Weight:
-    """The mean of a window as the weight of a convolution with a group for each channel."""
-    number = channels * kernel[0] * kernel[1]
-    values = np.full(number, 1 / (kernel[0] * kernel[1]), np.float32)
-    return Weight((channels, 1, *kernel), np.arange(number), values)
+def average(channels: int, kernel: tuple[int, int], part: tuple[int, int] | None = None) -> Weight:
+    """The mean of a window as the weight of a convolution with a group for each channel; or of a part of the window."""
+    shape = (channels, 1, *(kernel if part is None else part))
+    number = math.prod(shape)
+    return Weight(shape, np.arange(number), np.full(number, 1 / math.prod(kernel), np.float32))

@@ -1,0 +1,126 @@
+"""How much memory a network takes, and how many multiplications, by arithmetic: before any of it is asked for.
+
+A file of a few bytes can describe windows and images of any size. What is counted is what the engine allocates for one
+group of images and one thread; small things are left out, so it is about right and not exact.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from harp.compact.reader import BadFile
+from harp.sparse.graph import Graph
+from harp.sparse.layouts import layouts
+from harp.sparse.lowering import MaxPool, Operation, Product, Split, Stage, Value, is_native, read, windows
+from harp.sparse.network import Network
+from harp.sparse.planes import Plane
+from harp.sparse.runner import Runner
+
+_TAP = 64  # bytes: where it reads, and its weight in the matrices that are made of taps
+_STEP = 2048  # bytes of a step with its arrays, more or less
+_RESULT = 8  # bytes of a number that torch computes: most have four, some are whole numbers
+_FLAGS = 4  # for each channel of a value
+_SAMPLED = 4  # rows of a block, when it is found out how full blocks are
+_FARTHEST = 2**31 - 1  # floats that the native code's offsets reach
+_MOST_WORK = 1 << 40  # multiplications for an image: some minutes
+
+
+def check_taps(graph: Graph, entries: Mapping[str, int], limit: int) -> None:
+    """Refuse a graph whose taps take more memory than the limit; `entries` are those of the stored tensors."""
+    shapes = {node.name: node.shape for node in graph.nodes}
+    taps = 0
+    for node in graph.nodes:
+        if not is_native(node, shapes) or node.op in ("input", "maxpool", "flatten", "concat"):
+            continue
+        if node.op in ("conv", "linear"):
+            taps += entries[node.tensors["weight"]]
+        elif node.op == "mean":
+            taps += math.prod(shapes[node.inputs[0]])
+        elif node.op == "avgpool":
+            taps += node.shape[0] * math.prod(map(len, windows(node, shapes[node.inputs[0]])))
+        else:
+            taps += node.shape[0]
+    _demand(_TAP * taps, limit)
+
+
+def check(network: Network, limit: int) -> None:
+    """Refuse a network whose computation takes more memory than the limit, or too long."""
+    shapes = {node.name: node.shape for node in network.graph.nodes}
+    sizes = {network.graph.nodes[0].name: 4 * math.prod(network.graph.input_shape)}
+    held = between = sum(sizes.values())
+    lasting = work = 0
+    for part, done in zip(network.parts, network.done, strict=True):
+        if isinstance(part, Runner):
+            lasting += max(_arena(part, lanes) for lanes in {1, part.lanes})
+            work += sum(map(_work, part.stage.operations))
+            made = {name: 4 * math.prod(value.size) for name, value in part.stage.outputs.items()}
+        else:
+            made = {part.name: _RESULT * math.prod(map(abs, shapes[part.name]))}
+        sizes |= made
+        held += sum(made.values())
+        between = max(between, held)
+        held -= sum(sizes[name] for name in done)
+    _demand(lasting + between, limit)
+    if work > _MOST_WORK:
+        raise BadFile(f"computing an image takes {work} multiplications, more than {_MOST_WORK}")
+
+
+def _arena(runner: Runner, lanes: int) -> int:
+    """Bytes of a stage for so many images at a time, with what it takes to find the programs."""
+    stage, vector = runner.stage, int(runner.kernels.lanes)
+    planes = layouts(stage, lanes, vector)
+    for value, plane in planes.items():
+        if value.size[0] * plane.size > _FARTHEST:
+            raise BadFile(f"a result of shape {value.size} is too large for the native code with the zeros around it")
+    phases = sum(math.prod(each.stride) for each in stage.operations if isinstance(each, Split))
+    runs = sum(planes[each.y].size // 4 for each in stage.operations)
+    flags = _FLAGS * sum(value.size[0] for value in planes)
+    boxes = max((_box(each) for each in stage.operations if isinstance(each, Product)), default=0)
+    return 4 * _regions(stage, planes) + _STEP * (len(stage.operations) + phases) + runs + flags + boxes
+
+
+def _regions(stage: Stage, planes: Mapping[Value, Plane]) -> int:
+    """Floats of all places that results are kept in, where those of one layout follow each other as in a program."""
+    uses = Counter(value for operation in stage.operations for value in read(operation))
+    uses.update(stage.outputs.values())
+    held: Counter[tuple[int, Plane]] = Counter()
+    most: Counter[tuple[int, Plane]] = Counter()
+    alone = 0
+    splits = {each.y for each in stage.operations if isinstance(each, Split)}  # no other result takes their place
+    for value, before in _made(stage):
+        key = value.size[0], planes[value]
+        if value in splits:
+            alone += value.size[0] * planes[value].size
+        else:
+            held[key] += 1
+            most[key] = max(most[key], held[key])
+        uses.subtract(before)
+        for gone in {each for each in (value, *before) if uses[each] == 0 and each not in splits}:
+            held[gone.size[0], planes[gone]] -= 1
+    return alone + sum(count * channels * plane.size for (channels, plane), count in most.items())
+
+
+def _made(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
+    for value in stage.inputs.values():
+        yield value, []
+    for operation in stage.operations:
+        yield operation.y, read(operation)
+
+
+def _box(product: Product) -> int:
+    """Bytes of the map of what blocks of rows may read."""
+    (low, high), (left, right) = product.taps.reach()
+    places = product.taps.planes * (high - low + 1) * (right - left + 1)
+    return -(-product.taps.rows // _SAMPLED) * places
+
+
+def _work(operation: Operation) -> int:
+    pixels = math.prod(operation.y.size[1:])
+    if isinstance(operation, Product):
+        return len(operation.taps.row) * pixels
+    return operation.y.size[0] * pixels * (math.prod(operation.kernel) if isinstance(operation, MaxPool) else 1)
+
+
+def _demand(need: int, limit: int) -> None:
+    if need > limit:
+        raise BadFile(f"computing an image may take {need} bytes, more than the limit of {limit}")
