@@ -6,7 +6,6 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -283,32 +282,3 @@ def test_without_native_code_everything_still_works() -> None:
         [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
-def test_every_instruction_set_that_this_cpu_has(isa: str) -> None:
-    script = (
-        "import sys, numpy as np\n"
-        "from harp.sparse import native\n"
-        "if native.kernels() is None: sys.exit(77)\n"
-        "from harp.sparse.graph import Graph, Node\n"
-        "from harp.sparse.network import Network\n"
-        "random = np.random.default_rng(0)\n"
-        "how = {'stride': [2, 1], 'padding': [1, 1], 'dilation': [1, 1], 'groups': 1}\n"
-        "nodes = (Node('i', 'input', (), (3, 9, 9)), Node('c', 'conv', ('i',), (6, 5, 9), {'weight': 'w'}, how),\n"
-        "         Node('r', 'relu', ('c',), (6, 5, 9)))\n"
-        "net = Network(Graph(nodes, 'r'), {'w': random.standard_normal((6, 3, 3, 3)).astype(np.float32)})\n"
-        "x = random.random((19, 3, 9, 9), dtype=np.float32)\n"
-        "y, trace = net.forward(x, keep=True)\n"
-        "print(net.isa, float(y.astype(np.float64).sum()), float(net.backward(trace, y).astype(np.float64).sum()))\n"
-    )
-    answers = {}
-    for name in ("", isa):
-        environment = {**os.environ, "HARP_ISA": name}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        if done.returncode == 77:
-            pytest.skip(f"this CPU has no {isa}")
-        assert done.returncode == 0, done.stderr
-        answers[name] = done.stdout.split()
-    assert answers[isa][0] == isa
-    assert np.allclose([float(n) for n in answers[isa][1:]], [float(n) for n in answers[""][1:]], rtol=1e-5)

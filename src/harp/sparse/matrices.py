@@ -1,5 +1,6 @@
 """Taps as the native code reads them: rows one by one, or in blocks that share what they read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,12 +9,13 @@ import numpy.typing as npt
 from harp.sparse.planes import Plane
 from harp.sparse.taps import Floats, Taps
 
+Widest = Sequence[int]
+
 _BLOCK = 4
 # A block of rows computes all that any of them needs, at twice the speed: measured with AVX2 on 64 to 512
 # channels, 77 against 36 billion operations a second.
 FULL_ENOUGH = 0.47
 _CACHE, _LINE = 24 << 10, 16  # bytes of the first level of the cache, floats of a line of it
-_RUNS = 12, 4, 3, 3  # vectors of a run, by the rows of a block
 _ENOUGH = 8  # taps of a block in a part
 _SAMPLED = 16  # blocks that are looked at to find out
 _FARTHEST = 2**31 - 1
@@ -35,20 +37,23 @@ class Matrix:
         self.weight[self.slot] = values
 
 
-def matrices(each: Taps, x: Plane) -> list[tuple[int, Matrix, npt.NDArray[np.int64] | None]]:
-    """Taps in matrices of one block size: the first row, the matrix, and which taps are in it (None: all)."""
+def matrices(each: Taps, x: Plane, widest: Widest) -> list[tuple[int, Matrix, npt.NDArray[np.int64] | None]]:
+    """Taps in matrices of one block size: the first row, the matrix, and which taps are in it (None: all).
+
+    `widest` are vectors of a run, for blocks of one to four rows.
+    """
     if each.rows == 0:
         return []
     if fill(each) < FULL_ENOUGH:
-        return [(0, matrix_of(each, range(each.rows), 1, x), None)]
+        return [(0, matrix_of(each, range(each.rows), 1, x, widest), None)]
     whole = each.rows // _BLOCK * _BLOCK
     if whole == each.rows:
-        return [(0, matrix_of(each, range(whole), _BLOCK, x), None)]
+        return [(0, matrix_of(each, range(whole), _BLOCK, x, widest), None)]
     found: list[tuple[int, Matrix, npt.NDArray[np.int64] | None]] = []
     for rows, block in ((range(whole), _BLOCK), (range(whole, each.rows), each.rows - whole)):
         chosen = np.flatnonzero((each.row >= rows.start) & (each.row < rows.stop))
         if len(rows):
-            found.append((rows.start, matrix_of(each.chosen(chosen), rows, block, x), chosen))
+            found.append((rows.start, matrix_of(each.chosen(chosen), rows, block, x, widest), chosen))
     return found
 
 
@@ -90,12 +95,12 @@ def _far(
     plane, place = np.divmod(rest, tall * wide)
     down, right = np.divmod(place, wide)
     far = plane * x.size + ((down + low) * x.pitch + right + left) * x.lanes
-    if len(far) and int(far.max()) > _FARTHEST:
+    if len(far) and max(int(far.max()), -int(far.min())) > _FARTHEST:
         raise OverflowError("a layer is too large for the native code")
     return at, plane, far
 
 
-def matrix_of(each: Taps, rows: range, block: int, x: Plane) -> Matrix:
+def matrix_of(each: Taps, rows: range, block: int, x: Plane, widest: Widest) -> Matrix:
     """The taps of some rows, by blocks of one size."""
     key, box = _keys(each, rows, block)
     if block == 1 and not bool((key[1:] < key[:-1]).any()):
@@ -108,7 +113,7 @@ def matrix_of(each: Taps, rows: range, block: int, x: Plane) -> Matrix:
     blocks = len(rows) // block
     # A run reads all planes around it. They come in parts that stay in the cache until all blocks have read them. Sums
     # are put away after a part and taken up by the next, which few taps would not be worth.
-    window = tall * (_RUNS[block - 1] * x.vector + (wide - 1) * x.lanes + _LINE)
+    window = tall * (int(widest[block - 1]) * x.vector + (wide - 1) * x.lanes + _LINE)
     part = max(1, min(each.planes, _CACHE // (4 * window)))
     if len(union) * part < _ENOUGH * each.planes * blocks or (block == 1 and x.lanes == 1):
         part = each.planes  # one image is small enough

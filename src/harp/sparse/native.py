@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy.typing as npt
 
+from harp.errors import RecipeError
+
 ABI = 8
+ISAS = "avx512", "avx2", "baseline"  # instruction sets that there may be kernels for
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW = range(9)
 LINEAR, RELU, LEAKY, CLIP, CLAMP = range(5)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
-MOST_TOGETHER = 4  # groups of images that a thread computes side by side; engine.cpp allows for eight
+TOGETHER = 4  # groups of images that a thread computes side by side; engine.cpp has room for eight
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _BUILT = Path(__file__).with_name(f"_native{_SUFFIX}")
@@ -91,27 +94,49 @@ def library() -> ctypes.CDLL | None:
     """The library, None if it was not built for this machine; HARP_NATIVE_LIBRARY names another file."""
     if os.environ.get("HARP_NATIVE") == "0":
         return None
+    named = os.environ.get("HARP_NATIVE_LIBRARY")
     try:
-        loaded = ctypes.CDLL(os.environ.get("HARP_NATIVE_LIBRARY") or str(_BUILT))
-        loaded.harp_abi.restype = c_int64
-        if loaded.harp_abi() != ABI:
+        return _loaded(named or str(_BUILT))
+    except (OSError, AttributeError) as error:
+        if not named:
             return None
-    except (OSError, AttributeError):
-        return None
-    loaded.harp_kernels.restype = POINTER(Kernels)
-    loaded.harp_kernels.argtypes = [c_char_p]
-    loaded.harp_run.restype = None
+        said = str(error).removeprefix(f"{named}: ")
+        raise RecipeError(
+            f"HARP_NATIVE_LIBRARY={named}: {said}; name one that `python -m harp.sparse.build` of this version made"
+        ) from error
+
+
+def _loaded(file: str) -> ctypes.CDLL:
+    code = ctypes.CDLL(file)
+    for function in (code.harp_abi, code.harp_step_size, code.harp_program_size):
+        function.restype = c_int64
+    # A number that somebody forgot to raise does not tell of a field that has come or gone; sizes do.
+    theirs = code.harp_abi(), code.harp_step_size(), code.harp_program_size()
+    if theirs != (ABI, ctypes.sizeof(Step), ctypes.sizeof(Program)):
+        raise OSError("it is of another version")
+    code.harp_kernels.restype = POINTER(Kernels)
+    code.harp_kernels.argtypes = [c_char_p]
+    code.harp_run.restype = None
     outside = (c_void_p,) * 4
-    loaded.harp_run.argtypes = [POINTER(Kernels), POINTER(Program), *outside, c_int64, c_int64]
-    return loaded
+    code.harp_run.argtypes = [POINTER(Kernels), POINTER(Program), *outside, c_int64, c_int64]
+    return code
 
 
 @cache
 def kernels() -> Kernels | None:
     """The kernels for this CPU; HARP_ISA asks for others, by their name. None if there are none."""
-    code = library()
-    found = code and code.harp_kernels(os.environ.get("HARP_ISA", "").encode())
-    return found.contents if found else None
+    code, said = library(), os.environ.get("HARP_ISA", "")
+    if code is None:
+        if said and os.environ.get("HARP_NATIVE") != "0":
+            raise RecipeError(f"HARP_ISA={said}: there is no native code here; `python -m harp.sparse.build` makes it")
+        return None
+    found = code.harp_kernels(os.fsencode(said))
+    if not found:
+        why = "this CPU does not have it" if said in ISAS else "there is none of this name"
+        able = [isa for isa in ISAS if code.harp_kernels(isa.encode())]
+        raise RecipeError(f"HARP_ISA={said}: {why}; choose from {', '.join(able)}")
+    fit: Kernels = found.contents
+    return fit
 
 
 def address(array: npt.NDArray[Any]) -> int:

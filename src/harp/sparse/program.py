@@ -8,7 +8,7 @@ import ctypes
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,13 @@ class Region:
     owner: "Region | None" = None  # for a part of the channels of another
 
 
+class Steps(NamedTuple):
+    """The steps of one program, and how many multiplications they are for a group of images."""
+
+    steps: list[native.Step]
+    work: int
+
+
 @dataclass
 class Code:
     """A finished program, and the arrays that it points to."""
@@ -51,6 +58,7 @@ class Builder:
 
     def __init__(self, stage: Stage, lanes: int, kernels: native.Kernels, *, keep: bool) -> None:
         self.stage, self.lanes, self.kernels, self.keep = stage, lanes, kernels, keep
+        self.widest = tuple(kernels.widest)
         self.planes = layouts(stage, lanes, kernels.lanes)
         self.live = liveness(stage)
         self.steps: list[native.Step] = []
@@ -74,7 +82,7 @@ class Builder:
 
     def memory(self, threads: int) -> tuple[int, int]:
         """The addresses of the arenas of each thread, where what no step writes to is zero, and of its scratch."""
-        slack = int(self.kernels.widest[0] * self.kernels.lanes) + _LINE  # runs may read past the last plane
+        slack = int(self.widest[0] * self.kernels.lanes) + _LINE  # runs may read past the last plane
         self.arena = -(-(self.arena + slack) // _LINE) * _LINE
         self.scratch = -(-self.scratch // _LINE) * _LINE
         return self._zeros(self.arena * threads * self.together), self._zeros(self.scratch * threads)
@@ -82,9 +90,9 @@ class Builder:
     def _zeros(self, count: int) -> int:
         return -(-self._array(np.zeros(count + _LINE, np.float32)) // (4 * _LINE)) * 4 * _LINE
 
-    def forward(self) -> list[native.Step]:
+    def forward(self) -> Steps:
         """The steps from the inputs to the outputs."""
-        stage, self.steps = self.stage, []
+        stage, self.steps, self.work = self.stage, [], 0
         uses = Counter(value for operation in stage.operations for value in read(operation))
         uses.update(stage.outputs.values())
         where: dict[Value, Region] = {}
@@ -106,11 +114,11 @@ class Builder:
             self._outside(native.UNPACK, where[value], value, offset, record)
             self._release(where[value])
             offset += math.prod(value.size)
-        return self.steps
+        return Steps(self.steps, self.work)
 
-    def backward(self) -> list[native.Step]:
+    def backward(self) -> Steps:
         """The steps from the outputs' gradients to those of the inputs; after `forward`."""
-        self.steps = []
+        self.steps, self.work = [], 0
         gradients = _Gradients(self)
         record = sum(math.prod(value.size) for value in self.stage.outputs.values())
         offset = 0
@@ -131,14 +139,14 @@ class Builder:
             self._outside(native.UNPACK, given, value, offset, record)
             self._release(given)
             offset += math.prod(value.size)
-        return self.steps
+        return Steps(self.steps, self.work)
 
-    def learning(self, *, deeper: bool) -> list[native.Step]:
+    def learning(self, *, deeper: bool) -> Steps:
         """The steps from the gradient of one product's output to that of its weights, and of its input if asked for.
 
         The input of the way forward is given once more.
         """
-        self.steps = []
+        self.steps, self.work = [], 0
         (product,) = (each for each in self.stage.operations if isinstance(each, Product))
         (given,), (made,) = self.stage.inputs.values(), self.stage.outputs.values()
         where = {given: self._region(given, 1)}
@@ -149,11 +157,11 @@ class Builder:
                 self._compute(operation, where[operation.y], where)
         x, y = where[product.x], self._region(made, 1)
         self._outside(native.PACK, y, made, 0, math.prod(made.size))
-        matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane)
+        matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane, self.widest)
         step = self._step(native.WEIGHTS, x, y, np.arange(matrix.rows))
         bounds, step.tap = map(self._array, (matrix.bounds, matrix.tap))
         step.start, step.stop = bounds, bounds + 4 * matrix.rows * (len(matrix.bounds) - 1)
-        runs = y.plane.runs(self.kernels.widest[0])
+        runs = y.plane.runs(self.widest[0])
         step.runs, step.run = len(runs), self._array(runs)
         step.r = self.arena
         self.arena += len(matrix.tap) * int(self.kernels.lanes)
@@ -169,7 +177,7 @@ class Builder:
             found = gradients.take(given)
             assert found is not None
             self._outside(native.UNPACK, found, given, 0, math.prod(given.size))
-        return self.steps
+        return Steps(self.steps, self.work)
 
     # Memory: regions of one layout may follow each other in one place, as the zeros between their rows are the same.
 
@@ -268,8 +276,9 @@ class Builder:
             elif isinstance(operation, Flatten):
                 self._flatten(operation, target, given, self.live.needed[operation.x], back=True)
             else:
-                rows = np.flatnonzero(self.live.needed[operation.x])
-                step = self._step(native.MAXPOOL_BACK, given, target, rows)
+                needed, read = self.live.needed[operation.x], self.live.read[operation.y]
+                self._clear(needed & ~read, target)  # which number was the largest is known of what is read
+                step = self._step(native.MAXPOOL_BACK, given, target, np.flatnonzero(needed & read))
                 step.size[:] = _window(operation, given.plane, target.plane)
                 step.kept = self.masks[operation][0]
             gradients.give(operation.x, target)
@@ -301,7 +310,7 @@ class Builder:
         if dense is not None:
             found.append((0, dense, None))
         else:
-            found += matrices(fewer, x.plane)
+            found += matrices(fewer, x.plane, self.widest)
         for first, matrix, some in found:
             if isinstance(matrix, Matrix):
                 part = place[first : first + matrix.rows * matrix.block]
@@ -325,7 +334,7 @@ class Builder:
         first = last = self._step(matrix.op, x, y, place, matrix.sizes(y.plane))
         first.tap, first.weight = self._array(matrix.tap), self._array(matrix.weight)
         if matrix.joint(y.plane):
-            first.joint, self.together = 1, native.MOST_TOGETHER
+            first.joint, self.together = 1, native.TOGETHER
         self.scratch = max(self.scratch, matrix.scratch(y.plane))
         self.work += len(matrix.slot) * y.plane.height * y.plane.width * self.lanes
         if self.lanes == 1:
@@ -337,7 +346,7 @@ class Builder:
     def _ending(self, place: npt.NDArray[np.int32], y: Region) -> native.Step:
         """A step without taps that ends sums which another step has stored."""
         step = self._step(native.PRODUCT, y, y, place)
-        runs = y.plane.runs(self.kernels.widest[0])
+        runs = y.plane.runs(self.widest[0])
         step.runs, step.run, step.goes_on = len(runs), self._array(runs), 1
         step.start = step.stop = self._array(np.zeros(len(place), np.int32))
         zeros = y.plane.zeros()
@@ -351,16 +360,23 @@ class Builder:
         activation = Activation() if value is None else value.activation
         mask = native.APPLY_MASK if activation.kind != native.LINEAR else native.NO_MASK
         place = np.flatnonzero(rows).astype(np.int32)
-        each = replace(taps.identity(len(place), planes=len(rows)), plane=place.astype(np.int64))
-        for first, matrix, _ in matrices(each, x.plane):
+        each = replace(taps.identity(len(place)), planes=len(rows), plane=place.astype(np.int64))
+        for first, matrix, _ in matrices(each, x.plane, self.widest):
             part = place[first : first + matrix.rows * matrix.block]
             self._finish(self._product(matrix, part, x, y, summand)[-1], activation, mask, value)
+
+    def _clear(self, rows: Flags, y: Region) -> None:
+        """Zeros in channels."""
+        place = np.flatnonzero(rows).astype(np.int32)
+        each = replace(taps.identity(len(place)).chosen(np.zeros(0, np.int64)), planes=len(rows))
+        for _, matrix, _ in matrices(each, y.plane, self.widest):
+            self._product(matrix, place, y, y, None)
 
     def _product(
         self, matrix: Matrix, place: npt.NDArray[np.int32], x: Region, y: Region, summand: Region | None
     ) -> list[native.Step]:
         """The steps of a matrix, one for each of its parts; the last one ends the sums."""
-        runs = self._array(pairs := y.plane.runs(self.kernels.widest[matrix.block - 1]))
+        runs = self._array(pairs := y.plane.runs(self.widest[matrix.block - 1]))
         bounds, tap, weight = map(self._array, (matrix.bounds, matrix.tap, matrix.weight))
         self.work += len(matrix.weight) * y.plane.height * y.plane.width * self.lanes
         steps = []
@@ -387,7 +403,7 @@ class Builder:
     def _mask(self, value: Value) -> tuple[int, int]:
         """Where the bits of a value's activation are, and how many bytes a channel has."""
         if value not in self.masks:
-            row = int(self.planes[value].runs(self.kernels.widest[0])[:, 1].sum()) * self.kernels.word
+            row = int(self.planes[value].runs(self.widest[0])[:, 1].sum()) * self.kernels.word
             self.masks[value] = self._keep_bytes(row * value.size[0]), row
         return self.masks[value]
 
@@ -507,8 +523,9 @@ def _window(pool: MaxPool, output: Plane, given: Plane) -> tuple[int, ...]:
     return (*sizes, output.pitch, given.pitch)
 
 
-def finished(builder: Builder, steps: list[native.Step], memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
+def finished(builder: Builder, made: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
     """Steps as a program over an arena; `sizes` are floats of a group's input, of what else is given, of its output."""
+    steps = made.steps
     array = (native.Step * max(1, len(steps)))(*steps)
     program = native.Program(
         steps=ctypes.cast(array, ctypes.POINTER(native.Step)),
@@ -519,7 +536,7 @@ def finished(builder: Builder, steps: list[native.Step], memory: tuple[int, int]
         together=builder.together,
         scratch=memory[1],
         scratch_size=builder.scratch,
-        worth=builder.work >= _WORTH,
+        worth=made.work >= _WORTH,
         input=sizes[0],
         more=sizes[1],
         output=sizes[2],

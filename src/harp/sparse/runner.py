@@ -81,10 +81,10 @@ class Runner:
         if (lanes, keep) not in self._codes:
             builder = Builder(self.stage, lanes, self.kernels, keep=keep)
             ahead = builder.forward()
-            back = builder.backward() if keep else []
+            back = builder.backward() if keep else None
             arena = builder.memory(self.threads)
             given, made = self.given * lanes, self.made * lanes
-            behind = finished(builder, back, arena, (made, 0, given)) if keep else None
+            behind = None if back is None else finished(builder, back, arena, (made, 0, given))
             self._codes[lanes, keep] = builder, finished(builder, ahead, arena, (given, 0, made)), behind
         return self._codes[lanes, keep]
 

@@ -137,10 +137,9 @@ def diagonal(scale: Floats) -> Taps:
     return Taps(len(scale), len(scale), each, each, zeros, zeros, each, np.asarray(scale, np.float32))
 
 
-def identity(channels: int, first: int = 0, planes: int | None = None) -> Taps:
-    """Channels as they are, from the `first` of all planes on."""
-    taps = diagonal(np.ones(channels, np.float32))
-    return replace(taps, planes=channels if planes is None else planes, plane=taps.plane + first)
+def identity(channels: int) -> Taps:
+    """Channels as they are."""
+    return diagonal(np.ones(channels, np.float32))
 
 
 def average(channels: int, kernel: tuple[int, int], part: tuple[int, int] | None = None) -> Weight:

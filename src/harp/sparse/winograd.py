@@ -64,7 +64,7 @@ class Transformed:
         """
         each = 16 * (len(self.tap) + self.rows) * y.vector * 4
         few = max(_ACROSS, _CACHE // each // _ACROSS * _ACROSS)
-        most = tiles(y) * (native.MOST_TOGETHER if self.joint(y) else 1)
+        most = tiles(y) * (native.TOGETHER if self.joint(y) else 1)
         return min(_MOST_TILES if self.weight.nbytes > 2 * _CACHE else few, most, _MOST_TILES)
 
 

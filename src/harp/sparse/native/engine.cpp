@@ -41,6 +41,8 @@ static const Kernels *best() {
 }
 
 API int64_t harp_abi(void) { return 8; }
+API int64_t harp_step_size(void) { return sizeof(Step); }
+API int64_t harp_program_size(void) { return sizeof(Program); }
 
 // The kernels of a name; the best for this CPU without one; null if there are none, or the CPU can't run them.
 API const Kernels *harp_kernels(const char *name) {

@@ -120,7 +120,8 @@ void moved(const Step &s, float *arena, int64_t lanes, Share mine) {
 }
 
 // Pooling: size = height and width of the output, of the input; kernel, stride, padding, dilation (y, x); pitches of
-// output and input. What was largest is kept as its number in the window, a byte a float.
+// output and input. What was largest is kept as its number in the window, a byte a float; NONE if all of it is padding.
+constexpr uint8_t NONE = 255;
 struct Window {
   long oh, ow, ih, iw, kh, kw, sh, sw, ph, pw, dh, dw, opitch, ipitch;
   explicit Window(const int64_t *n)
@@ -133,6 +134,12 @@ inline long from(long at, long dilation) { return at >= 0 ? 0 : (-at + dilation 
 inline long until(long at, long dilation, long size, long kernel) {
   if (at + (kernel - 1) * dilation < size) return kernel;
   return at >= size ? 0 : (size - at + dilation - 1) / dilation;
+}
+
+// The first number of a window, which is the largest if all are minus infinity, as in torch.
+inline uint8_t first_of(const Window &w, long top, long left, long bottom, long right) {
+  const long ky = from(top, w.dh), kx = from(left, w.dw);
+  return ky < bottom && kx < right ? ky * w.kw + kx : NONE;
 }
 
 typedef uint8_t Bytes __attribute__((vector_size(VL)));
@@ -149,7 +156,7 @@ template <bool KEEP> void maxpool_lanes(const Step &s, float *arena, uint8_t *ke
         const long top = y * w.sh - w.ph, left = x * w.sw - w.pw;
         const long bottom = until(top, w.dh, w.ih, w.kh), right = until(left, w.dw, w.iw, w.kw);
         Vec best = splat(-__builtin_inff());
-        Ints first{};
+        Ints first = Ints{} + (int32_t)first_of(w, top, left, bottom, right);
         for (long ky = from(top, w.dh); ky < bottom; ky++)
           for (long kx = from(left, w.dw); kx < right; kx++) {
             const Vec v = load(in + ((top + ky * w.dh) * w.ipitch + left + kx * w.dw) * VL);
@@ -191,7 +198,7 @@ template <bool KEEP> void maxpool_single(const Step &s, float *arena, uint8_t *k
         const long top = y * w.sh - w.ph, left = x * w.sw - w.pw;
         const long bottom = until(top, w.dh, w.ih, w.kh), right = until(left, w.dw, w.iw, w.kw);
         float best = -__builtin_inff();
-        uint8_t first = 0;
+        uint8_t first = first_of(w, top, left, bottom, right);
         for (long ky = from(top, w.dh); ky < bottom; ky++)
           for (long kx = from(left, w.dw); kx < right; kx++) {
             const float v = in[(top + ky * w.dh) * w.ipitch + left + kx * w.dw];
@@ -223,6 +230,7 @@ template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept, S
         const float *g = given + (y * w.opitch + x) * L;
         const uint8_t *first = which + (y * w.ow + x) * L;
         if constexpr (L == 1) {
+          if (*first == NONE) continue;
           const long ky = *first / w.kw, kx = *first % w.kw;
           to[(top + ky * w.dh) * w.ipitch + left + kx * w.dw] += *g;
         } else {

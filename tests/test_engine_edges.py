@@ -1,0 +1,118 @@
+"""The engine where memory could be read or written that is not its own, and what it says then."""
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from harp.sparse import native, program
+from harp.sparse.graph import Graph, Node
+from harp.sparse.matrices import matrix_of
+from harp.sparse.network import Network
+from harp.sparse.planes import Plane
+from harp.sparse.runner import Runner
+from harp.sparse.taps import linear, weight_of
+from tests.test_engine import Writer, conv
+
+pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+LANES = [1, 16]
+
+
+def pooling(channels: int, size: int, **window: Any) -> Graph:
+    w = Writer((channels, size, size), 1.0, 0)
+    w.add("maxpool", ("input",), {}, **{"ceil": False, "dilation": [1, 1], **window})
+    return w.graph()
+
+
+def codes(network: Network, lanes: int) -> tuple[program.Code, program.Code]:
+    """The programs of both directions."""
+    (runner,) = network._parts
+    assert isinstance(runner, Runner)
+    _, ahead, behind = runner._code(lanes, True)
+    assert behind is not None
+    return ahead, behind
+
+
+def rows(code: program.Code, op: int) -> set[int]:
+    """The channels that the steps of one kind compute."""
+    found: set[int] = set()
+    for step in code.steps:
+        if step.op == op:
+            found |= set(ctypes.cast(step.place, ctypes.POINTER(ctypes.c_int32))[: step.rows])
+    return found
+
+
+@pytest.mark.parametrize("count", LANES)
+def test_a_pooling_goes_back_to_the_channels_that_are_read(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Writer((3, 6, 6), 1.0, 0)
+    pool = w.add("maxpool", ("input",), {}, kernel=[2, 2], stride=[2, 2], padding=[0, 0], dilation=[1, 1], ceil=False)
+    last = conv(w, pool, 2, (1, 1))
+    w.tensors[f"{last}.weight"][:, 1] = 0
+    network = Network(w.graph(), w.tensors)
+    empty = np.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        made = empty(*args, **kwargs)
+        made.reshape(-1).view(np.uint8)[:] = 0xEE
+        return made
+
+    monkeypatch.setattr(np, "empty", poisoned)
+    x = np.random.default_rng(0).random((count, 3, 6, 6), dtype=np.float32)
+    logits, trace = network.forward(x, keep=True)
+    found = network.backward(trace, np.ones_like(logits))
+    monkeypatch.undo()
+    points = torch.from_numpy(x).requires_grad_(True)
+    weight, bias = (torch.from_numpy(w.tensors[f"{last}.{role}"]) for role in ("weight", "bias"))
+    F.conv2d(F.max_pool2d(points, 2), weight, bias).sum().backward()
+    assert points.grad is not None and torch.allclose(torch.from_numpy(found), points.grad, atol=1e-6)
+    ahead, behind = codes(network, 1 if count == 1 else int(native.kernels().lanes))  # type: ignore[union-attr]
+    assert rows(behind, native.MAXPOOL_BACK) == rows(ahead, native.MAXPOOL) == {0, 2}
+
+
+@pytest.mark.parametrize("count", LANES)
+def test_of_numbers_that_are_all_minus_infinity_the_first_is_the_largest(count: int) -> None:
+    network = Network(pooling(2, 5, kernel=[3, 3], stride=[2, 2], padding=[1, 1]), {})
+    x = np.full((count, 2, 5, 5), -np.inf, np.float32)
+    x[:, 1, 3, 3] = 1
+    logits, trace = network.forward(x, keep=True)
+    points = torch.from_numpy(x).requires_grad_(True)
+    F.max_pool2d(points, 3, 2, 1).sum().backward()
+    assert np.array_equal(network.backward(trace, np.ones_like(logits)), points.grad)
+
+
+@pytest.mark.parametrize("count", LANES)
+def test_a_window_of_padding_alone_has_no_largest_number(count: int) -> None:
+    network = Network(pooling(2, 2, kernel=[2, 2], stride=[1, 1], padding=[1, 1], dilation=[3, 3]), {})
+    logits, trace = network.forward(np.ones((count, 2, 2, 2), np.float32), keep=True)
+    assert np.isneginf(logits).all()
+    assert not network.backward(trace, np.ones_like(logits)).any()
+
+
+def test_a_layer_is_too_large_in_either_direction() -> None:
+    weight = weight_of(np.ones((1, 2), np.float32))
+    plane = Plane(1, 1, 0, 1, 1, 8)
+    with mock.patch("harp.sparse.matrices._FARTHEST", 3):
+        with pytest.raises(OverflowError):
+            matrix_of(linear(weight), range(1), 1, plane, (12, 4, 3, 3))
+        left = replace(linear(weight), plane=np.zeros(2, np.int64), right=np.array([-9, 0]))
+        with pytest.raises(OverflowError):
+            matrix_of(left, range(1), 1, plane, (12, 4, 3, 3))
+
+
+def test_both_directions_count_their_own_work() -> None:
+    w = Writer((4, 8, 8), 1.0, 0)
+    conv(w, "input", 4, (3, 3), padding=[1, 1])
+    once = 4 * 4 * 9 * 64
+    for worth, shared in ((once, 1), (1.5 * once, 0)):
+        with mock.patch.object(program, "_WORTH", worth):
+            assert [code.program.worth for code in codes(Network(w.graph(), w.tensors), 1)] == [shared, shared]
+
+
+def test_a_graph_of_nothing_but_the_input_is_fine() -> None:
+    graph = Graph((Node("input", "input", (), (2,)), Node("flat", "flatten", ("input",), (2,))), "flat")
+    assert Network(graph, {})(np.ones((3, 2), np.float32)).tolist() == [[1, 1]] * 3
