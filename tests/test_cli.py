@@ -321,7 +321,7 @@ def test_a_disk_with_too_little_space_is_seen_before_the_work(
 ) -> None:
     write_recipe(tmp_path / "tiny.yaml")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 30_000}))
-    refused(harp, "run", "tiny.yaml", said="has 0.0 MB free, this run needs")
+    refused(harp, "run", "tiny.yaml", said="has 30.0 kB free, this run needs")
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from harp import energy
 from harp.errors import RecipeError
+from harp.processes.placement import Place
+from tests.test_cli import RECIPE
 
 CODECARBON = importlib.util.find_spec("codecarbon") is not None
 
@@ -34,10 +36,26 @@ def without_codecarbon(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_number_of_the_paper() -> None:
-    found = energy.estimate(10_198)
+    found = energy.estimate(10_198, intensity=energy.PAPER_INTENSITY)
     assert round(found["co2_g"] / 1000, 2) == 2177.27
     assert round(found["kwh"], 1) == 3569.3
     assert found["by"] == "formula: 350 W x 1.02e+04 h x PUE 1 x 610 g/kWh"
+
+
+def test_the_power_of_several_processes() -> None:
+    """Four on one processor don't draw four times its power; each GPU draws its own."""
+    assert energy.assumed("cpu", 4) == energy.CPU_WATTS
+    assert energy.assumed("cpu", 4, nodes=2) == 2 * energy.CPU_WATTS
+    assert energy.assumed("cuda", 8, nodes=2) == 8 * energy.GPU_WATTS
+
+
+def test_a_run_counts_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harp import recipe, run
+
+    work = run.Run(recipe.parse(RECIPE), tmp_path)
+    monkeypatch.setattr(run.placement, "here", lambda: Place(world=4, nodes=2))
+    monkeypatch.setattr(work, "fabric", SimpleNamespace(world_size=4, device=SimpleNamespace(type="cpu")))
+    assert (work._meter().watts, work._meter().nodes) == (2 * energy.CPU_WATTS, 2)
 
 
 @given(
@@ -68,18 +86,17 @@ def test_numbers_that_make_no_sense(options: dict[str, float], words: str) -> No
         energy.estimate(-1.0)
 
 
-def test_without_codecarbon_the_formula_is_used_at_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_codecarbon_the_formula_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     without_codecarbon(monkeypatch)
-    began = time.monotonic()
+    clock = iter([100.0, 136.0])
+    monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with energy.Meter(watts=100, pue=1.5, intensity=400) as meter:
-        time.sleep(0.05)
-    assert time.monotonic() - began < 0.25
-    hours = meter.result["kwh"] / 0.15
-    assert 0.05 / 3600 <= hours < 0.25 / 3600
-    assert meter.result["co2_g"] == pytest.approx(meter.result["kwh"] * 400)
-    assert meter.result["by"].startswith("formula: 100 W x ") and meter.result["by"].endswith(
-        " h x PUE 1.5 x 400 g/kWh"
-    )
+        pass
+    assert meter.result == {
+        "kwh": pytest.approx(0.0015),
+        "co2_g": pytest.approx(0.6),
+        "by": "formula: 100 W x 0.01 h x PUE 1.5 x 400 g/kWh",
+    }
 
 
 def test_an_error_in_the_block_gets_through_and_is_measured_up_to_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +147,9 @@ def test_what_codecarbon_measures_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
         "co2_g": 100.0,
         "by": "codecarbon 3.9, measured CPU power, measured GPU power, RAM power estimated",
     }
+    with energy.Meter(intensity=100, nodes=3) as several:  # it sees this machine alone
+        pass
+    assert several.result["kwh"] == 1.5 and several.result["by"].endswith(", one of 3 nodes")
 
 
 @pytest.mark.skipif(not CODECARBON, reason="codecarbon is not installed (the extra `energy`)")

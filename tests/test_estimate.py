@@ -363,8 +363,8 @@ def facts(**changes: Any) -> dict[str, Any]:
     }
 
 
-def summed(found: list[dict[str, Any]], devices: int = 1) -> dict[str, Any]:
-    return stages._summed(made(), SMALL, found, devices, Path(), 500.0)
+def summed(found: list[dict[str, Any]], devices: int = 1, **more: Any) -> dict[str, Any]:
+    return stages._summed(made(), SMALL, found, devices, Path(), 500.0, **more)
 
 
 def test_times_add_up() -> None:
@@ -382,6 +382,7 @@ def test_times_add_up() -> None:
     assert found["energy"]["kwh"] == pytest.approx(65 / 1000 * found["seconds"] / 3600)
     assert found["energy"]["co2_g"] == pytest.approx(500 * found["energy"]["kwh"])
     assert found["needs"]["disk"] == 3 * 10**6 + 4 * 10**5
+    assert summed([facts()] * 3, keep_states=4)["needs"]["disk"] == 5 * 10**6 + 4 * 10**5
     assert any("aa: fooled images leave early" in note for note in found["notes"])
 
 
@@ -397,7 +398,8 @@ def test_smaller_batches_are_scaled_and_said() -> None:
 def test_several_devices_share_the_work() -> None:
     found = summed([facts(batch=128)] * 3, devices=2)
     assert found["stages"][0]["seconds"] == pytest.approx(5 * 0.2 + 100 * 0.01 / 2 + 0.5)
-    assert found["energy"]["watts"] == 130 and found["needs"]["memory"] == 2 * (3 * 10**8 + SMALL.memory())
+    assert found["energy"]["watts"] == 65 and found["needs"]["memory"] == 2 * (3 * 10**8 + SMALL.memory())
+    assert summed([facts(batch=128, device="cuda")] * 3, devices=2)["energy"]["watts"] == 700
 
 
 def test_what_does_not_fit_is_said_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +415,10 @@ def test_what_does_not_fit_is_said_with_a_way_out(monkeypatch: pytest.MonkeyPatc
 def test_measured_power_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found = summed([facts(energy_by="codecarbon 3, measured CPU power")] * 3)
     assert found["energy"]["watts"] == 100 and found["energy"]["by"].startswith("codecarbon")
+    several = summed([facts(batch=128, energy_by="codecarbon 3, measured CPU power")] * 3, devices=2)
+    assert several["energy"]["watts"] == 65, (
+        "one process was measured, and the machine's power is not twice that of one"
+    )
 
 
 def test_a_stage_that_fails_is_one_line() -> None:

@@ -32,6 +32,9 @@ from harp.seeds import derive
 
 logger = logging.getLogger("harp")
 
+BATCH = 256
+"""Images that are asked about at a time, unless told otherwise."""
+
 _SHARD = 2**26  # bytes of images that are attacked together
 _PORTIONS = 8  # at least, so that a few processes have as much to do as each other
 _FEWEST = 32  # images that are worth a portion
@@ -99,7 +102,7 @@ class Assault:
         attack: Attack | None,
         *,
         classes: int,
-        batch: int = 256,
+        batch: int = BATCH,
         seed: int = 0,
         path: Path | None = None,
         store: Path | None = None,

@@ -12,7 +12,7 @@ from torch import nn
 
 from harp import artefact, attacks, checkpoint, data, evaluate, models, objectives, recipe
 from harp.answers import classes_of
-from harp.assault import Assault, Outcome
+from harp.assault import BATCH, Assault, Outcome
 from harp.attacks import Ball
 from harp.channels import Channels, Latency, price
 from harp.errors import RecipeError
@@ -126,7 +126,7 @@ def measure(
     *,
     examples: int | None,
     seed: int,
-    batch: int = 256,
+    batch: int = BATCH,
     **care: Any,
 ) -> tuple[dict[str, Any], Outcome]:
     """One number: the value, its 95 % interval, and all that it depends on beside the network; and how it came about.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from harp import assess, contradictions, corruptions, evaluate, files, suspicion
 from harp.answers import answer, as_input, example_of, predicted
-from harp.assault import Outcome, forget, seeded
+from harp.assault import BATCH, Outcome, forget, seeded
 from harp.assess import Subject
 from harp.attacks import Apgd, Ball, Fmn, check_number
 from harp.checkpoint import fingerprint
@@ -58,7 +58,7 @@ class Audit:
         *,
         examples: int | None = None,
         seed: int = 0,
-        batch: int = 256,
+        batch: int = BATCH,
         store: bool = False,
         witness: nn.Module | None = None,
         display: Quiet | None = None,

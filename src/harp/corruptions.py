@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp import evaluate
+from harp.assault import BATCH
 from harp.attacks import images_in_box
 from harp.errors import RecipeError
 
@@ -197,7 +198,7 @@ def measure(
     kinds: Sequence[str] | None = None,
     severities: Sequence[int] = SEVERITIES,
     seed: int = 0,
-    batch: int = 256,
+    batch: int = BATCH,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Accuracy under every kind at every severity: a row each with its 95 % interval, and the mean over the rows.

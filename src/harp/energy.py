@@ -5,9 +5,10 @@ Machine Learning", 2019), which the HARP paper used,
 
     kWh  =  watts / 1000 · hours · PUE          g CO2  =  kWh · intensity
 
-The paper's numbers are the defaults: one RTX 3090 of 350 W, and the 610 g/kWh that the calculator holds for Google's
-region europe-west3. Its 10,198 hours then emit the 2,177.27 kg that the paper reports. The calculator knows no power
-usage effectiveness (PUE: what the building takes for each unit that its machines take), so it is 1 unless told.
+A GPU is taken to be the paper's, an RTX 3090 of 350 W, and electricity to be the world's mean, as nobody knows where a
+run is. At `PAPER_INTENSITY`, the 610 g/kWh that the calculator holds for Google's region europe-west3, the 10,198 hours
+of the paper emit the 2,177.27 kg that it reports. The calculator knows no power usage effectiveness (PUE: what the
+building takes for each unit that its machines take), so it is 1 unless told.
 """
 
 import logging
@@ -24,7 +25,9 @@ from harp.errors import RecipeError
 GPU_WATTS = 350.0  # board power of the RTX 3090, the card of the paper
 CPU_WATTS = 65.0  # an assumption: the usual thermal design power of a desktop's processor
 PUE = 1.0
-INTENSITY = 610.0  # g CO2 / kWh, europe-west3 in the calculator; the world's mean was 475 (IEA 2019)
+INTENSITY = 475.0  # g CO2 / kWh, the world's mean by the IEA's Global Energy & CO2 Status Report of 2019
+PAPER_INTENSITY = 610.0
+"""The paper's, g CO2 / kWh: europe-west3 in the calculator."""
 
 _MEASURED = ("intel_rapl", "windows_emi", "intel_power_gadget")  # what codecarbon calls its ways to read a CPU's power
 _METERED = ("AppleSiliconChip", "Raspberry")  # chips that say themselves what they draw
@@ -42,17 +45,25 @@ def estimate(
     return {"kwh": kwh, "co2_g": kwh * intensity, "by": by}
 
 
+def assumed(device: str, processes: int, nodes: int = 1) -> float:
+    """The watts to assume of processes on so many machines: a GPU for each, or a CPU that those of a machine share."""
+    return nodes * CPU_WATTS if device == "cpu" else processes * GPU_WATTS
+
+
 class Meter:
     """Measures what happens inside a `with` block; `result` holds kwh, co2_g and by afterwards.
 
     The energy is codecarbon's where that is installed (the extra `energy`) and works: offline, silent, without files.
-    `by` says whether it measured the power or estimated it. Else it is `estimate`'s, at `watts`. In both cases PUE and
-    intensity are the ones given here. A failure to measure never reaches the work that is measured.
+    `by` says whether it measured the power or estimated it. It sees all of this machine: where the work is done by
+    several `nodes`, the others are taken to be like it. Else it is `estimate`'s, at `watts` for all of them. In both
+    cases PUE and intensity are the ones given here. A failure to measure never reaches the work that is measured.
     """
 
-    def __init__(self, *, watts: float = CPU_WATTS, pue: float = PUE, intensity: float = INTENSITY) -> None:
+    def __init__(
+        self, *, watts: float = CPU_WATTS, pue: float = PUE, intensity: float = INTENSITY, nodes: int = 1
+    ) -> None:
         _check(watts, pue, intensity)
-        self.watts, self.pue, self.intensity = watts, pue, intensity
+        self.watts, self.pue, self.intensity, self.nodes = watts, pue, intensity, nodes
         self.result: dict[str, Any] = {}
         self._tracker: Any = None
         self._measured: tuple[float, str] | None = None  # kWh, and by what
@@ -74,8 +85,9 @@ class Meter:
         """What the work takes in so many seconds, at the power that was seen: of parts that were not measured too."""
         if self._measured is None or not self._seconds:
             return estimate(seconds / 3600, watts=self.watts, pue=self.pue, intensity=self.intensity)
-        kwh = self._measured[0] * self.pue * seconds / self._seconds
-        return {"kwh": kwh, "co2_g": kwh * self.intensity, "by": self._measured[1]}
+        kwh = self.nodes * self._measured[0] * self.pue * seconds / self._seconds
+        by = self._measured[1] if self.nodes == 1 else f"{self._measured[1]}, one of {self.nodes} nodes"
+        return {"kwh": kwh, "co2_g": kwh * self.intensity, "by": by}
 
 
 def _check(watts: float, pue: float, intensity: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import harp
 from harp.answers import classes_of
-from harp.assault import Assault
+from harp.assault import BATCH, Assault
 from harp.attacks import Attack, check_number
 from harp.processes.peers import Alone
 
@@ -96,7 +96,7 @@ def accuracy(
     labels: Tensor,
     *,
     attack: Attack | None = None,
-    batch: int = 256,
+    batch: int = BATCH,
     seed: int = 0,
     num_classes: int | None = None,
     progress: Callable[[int, int], None] | None = None,

@@ -113,6 +113,11 @@ def _room(error: OSError, target: Path, size: int | None) -> str:
     return f" ({', '.join(facts)})" if facts else ""
 
 
+def existing(path: Path) -> Path:
+    """The path, or the first folder above it that is there."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
 def amount(size: float) -> str:
     """A number of bytes for people."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -44,11 +44,10 @@ def make(path: Path) -> None:
 
 def check_writable(root: Path, needed: int) -> None:
     """Refuse an output folder that can't take the results before hours of work, without leaving anything in it."""
-    there = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
+    there = files.existing(root)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise RecipeError(f"can't write to the output folder {root}: {there} is not a writable folder")
     free = shutil.disk_usage(there).free
     if free < needed:
-        raise RecipeError(
-            f"the output folder {root} has {free / 1e6:.1f} MB free, this run needs {needed / 1e6:.1f} MB"
-        )
+        room = f"has {files.amount(free)} free, this run needs {files.amount(needed)}"
+        raise RecipeError(f"the output folder {root} {room}")

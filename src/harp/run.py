@@ -31,6 +31,7 @@ from harp import (
     checkpoint,
     cost,
     data,
+    energy,
     evaluate,
     files,
     folders,
@@ -45,12 +46,11 @@ from harp.channels import Channels, Cut, Latency
 from harp.channels.dead import spread_back
 from harp.compacting import compacted
 from harp.display import Quiet
-from harp.energy import CPU_WATTS, GPU_WATTS, Meter
 from harp.errors import Diverged, Interrupted, RecipeError
 from harp.keeper import Keeper, Stop, insist
 from harp.masks import Masks
 from harp.metrics import MetricsFile
-from harp.processes import cores, engine, peers
+from harp.processes import cores, engine, peers, placement
 from harp.readable import readable
 from harp.recipe import Recipe, Stage
 from harp.seeds import derive
@@ -252,7 +252,7 @@ class Run:
 
         settings = stage.optimizer
         showing = self.display.training(stage.name, stage.epochs, len(batches))
-        with _way_out(stage, keeper), showing, Meter(watts=self._watts()) as meter:
+        with _way_out(stage, keeper), showing, self._meter() as meter:
             fitted = training.fit(
                 self.model,
                 batches,
@@ -311,10 +311,11 @@ class Run:
             return ResizedCrop(flip=self.data.flip)
         return Augment(part.pad, self.data.flip)
 
-    def _watts(self) -> float:
-        """The power to assume where it can't be measured."""
-        processes: int = self.fabric.world_size
-        return processes * (CPU_WATTS if self.fabric.device.type == "cpu" else GPU_WATTS)
+    def _meter(self) -> energy.Meter:
+        """Of the energy that a stage takes, on all machines."""
+        place = placement.here()
+        nodes = 1 if place is None else place.nodes
+        return energy.Meter(watts=energy.assumed(self.fabric.device.type, self.fabric.world_size, nodes), nodes=nodes)
 
     def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
         """The stage's pruner on this run's model."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import Classes, DataDir, Devices, Json, Out, Set
+from harp.cli.options import Classes, DataDir, Devices, Json, KeepStates, Out, Set
 
 
 def estimate(
@@ -36,6 +36,7 @@ def estimate(
     utilisation: Annotated[
         float | None, typer.Option(help="For a plan: the share of the GPU's peak that is reached, like 0.2.")
     ] = None,
+    keep_states: KeepStates = 2,
     out: Out = Path("runs"),
     changes: Set = [],  # noqa: B006 (typer copies it)
     as_json: Json = False,
@@ -48,12 +49,13 @@ def estimate(
 
     A plan is not measured but counted: harp estimate --plan paper --hardware a100x8
     """
+    from harp import energy
     from harp.display import Terminal
     from harp.errors import RecipeError
     from harp.estimate import stages
 
     display = Terminal()
-    grams = stages.WORLD_INTENSITY if intensity is None else intensity
+    grams = energy.INTENSITY if intensity is None else intensity
     if (recipe is None) == (plan is None):
         raise RecipeError("give a recipe or --plan, one of them")
     if plan is not None:
@@ -67,7 +69,8 @@ def estimate(
 
     made = load(str(recipe), changes)
     there = sizes(made, data_dir, images=images, shape=shape, classes=classes)
-    found = stages.estimate(made, there, devices=devices, steps=steps, out=out, intensity=grams, display=display)
+    keeping: dict[str, Any] = {"out": out, "keep_states": keep_states}
+    found = stages.estimate(made, there, devices=devices, steps=steps, intensity=grams, display=display, **keeping)
     _print(found, as_json, lambda: _show(found, display))
 
 
@@ -80,7 +83,7 @@ def _print(found: dict[str, Any], as_json: bool, show: Any) -> None:
 
 def _show(found: dict[str, Any], display: Any) -> None:
     from harp.display import duration
-    from harp.estimate.stages import size
+    from harp.files import amount
 
     rows = [
         [
@@ -89,7 +92,7 @@ def _show(found: dict[str, Any], display: Any) -> None:
             f"{row['steps']:,}",
             "–" if row["step"] is None else _seconds(row["step"]) + "*" * row["scaled"],
             "–" if row["gflops"] is None else f"{row['gflops']:.1f}",
-            size(row["memory"]),
+            amount(row["memory"]),
             duration(row["seconds"]),
             f"{duration(row['low'])} – {duration(row['high'])}",
         ]
@@ -104,11 +107,11 @@ def _show(found: dict[str, Any], display: Any) -> None:
     title = f"{found['recipe']}: {data['train']:,} images of {'x'.join(map(str, data['shape']))} on {found['device']}"
     display.table(title, ("part", "epochs", "steps", "a step", "GFLOP/s", "memory", "time", "from – to"), rows)
     free = needs["memory_free"]
-    there = f"; {needs['memory_of']} has {size(free)} free" if free is not None else ""
-    typer.echo(f"\nmemory    {size(needs['memory'])}{there}")
+    there = f"; {needs['memory_of']} has {amount(free)} free" if free is not None else ""
+    typer.echo(f"\nmemory    {amount(needs['memory'])}{there}")
     typer.echo(
-        f"disk      {size(needs['disk'])} (a state of {size(needs['state'])}, results of {size(needs['results'])}); "
-        f"{size(needs['disk_free'])} are free"
+        f"disk      {amount(needs['disk'])} (a state of {amount(needs['state'])}, results of "
+        f"{amount(needs['results'])}); {amount(needs['disk_free'])} are free"
     )
     typer.echo(
         f"energy    {energy['kwh']:.3g} kWh by {energy['by']}, {_grams(energy['co2_g'])} CO2 at "

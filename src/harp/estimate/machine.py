@@ -4,6 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
+from harp.files import existing
+
 
 def free_memory() -> int | None:
     """Bytes that new work can have, or None where the system does not say."""
@@ -20,5 +22,4 @@ def free_memory() -> int | None:
 
 def free_disk(folder: Path) -> int:
     """Bytes that are free where a folder is, or will be."""
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(existing(folder)).free

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from harp import assess, objectives, recipe
+from harp import assault, assess, objectives, recipe
 from harp.bench.fresh import most_resident, resident
 from harp.estimate.attacking import seconds_an_image
 from harp.estimate.known import Sizes
-from harp.estimate.trial import BATCH_OF_EVALUATION, Stopwatch, Timed, Untested, previous, run_of
+from harp.estimate.trial import Stopwatch, Timed, Untested, previous, run_of
 from harp.recipe import Recipe
 from harp.run import Run
 
@@ -107,7 +107,7 @@ def _peak(work: Run) -> int:
 def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, root: Path) -> dict[str, Any]:
     """Do the stage with batches of one size."""
     wished = wish.sizes.held(made)
-    held = max(2, min(wished, BATCH_OF_EVALUATION, int(2.0 / (passing * 25) if passing else wished)))
+    held = max(2, min(wished, assault.BATCH, int(2.0 / (passing * 25) if passing else wished)))
     whole = batch == wish.batch
     warm = WARM_UP if whole else 1
     watch = Stopwatch(made.stages[wish.stage].name)

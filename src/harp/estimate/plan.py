@@ -17,7 +17,6 @@ from harp.errors import RecipeError
 from harp.estimate.hardware import Hardware, hardware
 from harp.estimate.known import Sizes
 from harp.estimate.passes import Passes
-from harp.estimate.stages import WORLD_INTENSITY
 from harp.recipe import Recipe, unknown
 
 _SEEDS = (1, 2, 3)  # those of the shipped studies
@@ -77,7 +76,7 @@ def estimate(
     precision: str | None = None,
     utilisation: float | None = None,
     *,
-    intensity: float = WORLD_INTENSITY,
+    intensity: float = energy.INTENSITY,
     display: Quiet | None = None,
 ) -> dict[str, Any]:
     """The GPU hours, energy and CO2 of a plan, part by part, as plain numbers."""

@@ -23,22 +23,19 @@ from typing import Any
 
 import torch
 
-from harp import energy
+from harp import assault, energy
 from harp.display import Quiet
 from harp.errors import ModelError, RecipeError
 from harp.estimate import machine, measuring
 from harp.estimate.known import Sizes
 from harp.estimate.passes import Passes
+from harp.files import amount
 from harp.keeper import heard
 from harp.processes import cores
 from harp.recipe import Recipe
 
-WORLD_INTENSITY = 475.0
-"""Grams of CO2 for a kilowatt hour: the world's mean by the IEA's Global Energy & CO2 Status Report of 2019."""
-
 _SECONDS = 10.0  # that the steps of a stage may take
 _HOLDING_OUT = (0.25, 0.5, 1.0)  # shares of images that an attack in steps does not fool
-_STATES = 3  # two that are kept and one that is being written
 _IDLE = 0.7  # share of the cores below which somebody else has them
 _ROOM = 1.1  # of memory and disk: measurements are not that exact
 
@@ -52,12 +49,13 @@ def estimate(
     devices: int = 1,
     steps: int = 5,
     out: Path = Path("runs"),
-    intensity: float = WORLD_INTENSITY,
+    intensity: float = energy.INTENSITY,
+    keep_states: int = 2,
     display: Quiet | None = None,
 ) -> dict[str, Any]:
     """Measure every stage of a recipe and say what all of it takes, as plain numbers: seconds, bytes, kWh, grams."""
-    if devices < 1 or steps < 1:
-        raise RecipeError(f"devices {devices}, steps {steps}: give at least 1")
+    if min(devices, steps, keep_states) < 1:
+        raise RecipeError(f"devices {devices}, steps {steps}, keep states {keep_states}: give at least 1")
     if made.data.batch % devices:
         raise RecipeError(f"batch {made.data.batch} for {devices} processes, expected a multiple of {devices}")
     display = display or Quiet()
@@ -80,7 +78,7 @@ def estimate(
             step = passes.of_step(made, stage) if stage.epochs else 0.0
             found[-1]["operations"] = step * passes.operations(made, sizes, number)
             display.worked(stage.name, None, [])
-    return _summed(made, sizes, found, devices, out, intensity)
+    return _summed(made, sizes, found, devices, out, intensity, keep_states)
 
 
 def _measured(made: Recipe, wish: measuring.Wish, devices: int) -> dict[str, Any]:
@@ -140,7 +138,13 @@ def _unbroken() -> Iterator[None]:
 
 
 def _summed(
-    made: Recipe, sizes: Sizes, found: list[dict[str, Any]], devices: int, out: Path, intensity: float
+    made: Recipe,
+    sizes: Sizes,
+    found: list[dict[str, Any]],
+    devices: int,
+    out: Path,
+    intensity: float,
+    keep_states: int = 2,
 ) -> dict[str, Any]:
     images, held, examples = sizes.trained(made), sizes.held(made), made.evaluate.examples or sizes.test
     own = made.data.batch // devices
@@ -159,7 +163,7 @@ def _summed(
     totals = [sum(part[key] for part in (*rows, *evaluations)) for key in ("low", "seconds", "high")]
     power, by = _power(found, devices)
     kwh = energy.estimate(totals[1] / 3600, watts=power, intensity=intensity)
-    needs = _needs(found, rows, sizes, devices, out)
+    needs = _needs(found, rows, devices, out, keep_states)
     return {
         "recipe": made.name,
         "data": {"name": made.data.name, "train": images, "held": held, "test": examples, "shape": list(sizes.shape)},
@@ -182,11 +186,14 @@ def _summed(
 
 
 def _power(found: list[dict[str, Any]], devices: int) -> tuple[float, str]:
-    """The watts that were measured while the stages were, or those that are assumed; and by what."""
+    """The watts that were measured while the stages were, or those that are assumed; and by what.
+
+    What is measured is the whole machine, with one process at work: that says little of several.
+    """
     measured = [facts for facts in found if str(facts.get("energy_by")).startswith("codecarbon")]
-    if measured:
-        return devices * statistics.fmean(facts["watts"] for facts in measured), measured[0]["energy_by"]
-    power = devices * (energy.GPU_WATTS if found[0]["device"] == "cuda" else energy.CPU_WATTS)
+    if measured and devices == 1:
+        return statistics.fmean(facts["watts"] for facts in measured), measured[0]["energy_by"]
+    power = energy.assumed(found[0]["device"], devices)
     return power, f"an assumed {power:g} W"
 
 
@@ -227,15 +234,15 @@ def _memory(facts: dict[str, Any], own: int, accumulate: int, sizes: Sizes) -> d
     """A process's peak: as measured, or from two smaller batches; and the data, of which only a part was there."""
     peak = facts["peak_bytes"]
     if "bytes_an_image" in facts:
-        # An attack on 256 images, as evaluations make it, keeps about half of what training on them does.
-        most = max(math.ceil(own / accumulate), 128)
+        # An attack of an evaluation keeps about half of what training on as many images does.
+        most = max(math.ceil(own / accumulate), assault.BATCH // 2)
         peak += facts["bytes_an_image"] * max(0, most - facts["peak_batch"])
     data = sizes.memory() if facts["device"] != "cuda" else 0
     return {"memory": int(peak + data), "fixed_memory": int(facts["base_bytes"] + data)}
 
 
 def _needs(
-    found: list[dict[str, Any]], rows: list[dict[str, Any]], sizes: Sizes, devices: int, out: Path
+    found: list[dict[str, Any]], rows: list[dict[str, Any]], devices: int, out: Path, keep_states: int
 ) -> dict[str, Any]:
     cuda = found[0]["device"] == "cuda"
     state = max(facts["state_bytes"] for facts in found)
@@ -246,7 +253,7 @@ def _needs(
         "memory_of": "each GPU" if cuda else "this machine",
         "state": state,
         "results": results,
-        "disk": _STATES * state + results,
+        "disk": (keep_states + 1) * state + results,  # while one is being written the others are kept
         "disk_free": machine.free_disk(out),
     }
 
@@ -260,12 +267,13 @@ def _warnings(made: Recipe, rows: list[dict[str, Any]], needs: dict[str, Any]) -
         parts = 2 ** max(1, math.ceil(math.log2(max(2.0, (worst["memory"] - worst["fixed_memory"]) / room))))
         parts = min(parts, made.data.batch)
         said.append(
-            f"stage {worst['name']!r} needs {size(needs['memory'])} of memory, {needs['memory_of']} has {size(free)}: "
-            f"try --set stages.{worst['name']}.accumulate={parts} (the same result) or a smaller data.batch"
+            f"stage {worst['name']!r} needs {amount(needs['memory'])} of memory, {needs['memory_of']} has "
+            f"{amount(free)}: try --set stages.{worst['name']}.accumulate={parts} (the same result) or a smaller "
+            "data.batch"
         )
     if needs["disk"] * _ROOM > needs["disk_free"]:
         said.append(
-            f"it needs {size(needs['disk'])} of disk and {size(needs['disk_free'])} are free: choose another --out"
+            f"it needs {amount(needs['disk'])} of disk and {amount(needs['disk_free'])} are free: choose another --out"
         )
     return said
 
@@ -292,11 +300,3 @@ def _notes(
         said.append("decoding the images is not part of it: that runs beside the training if there are enough cores")
     said.append("steps are those of the first epoch: methods that get sparser on the way get faster on a CPU")
     return said
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit, words in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {words}"
-    return f"{count:.0f} B"

@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 
-from harp import recipe
+from harp import assault, recipe
 from harp.display import Quiet
 from harp.estimate.counting import Counter, densely
 from harp.estimate.known import Sizes
 from harp.recipe import Recipe
 from harp.run import Run
-
-BATCH_OF_EVALUATION = 256
-"""Images that an evaluation attacks at a time."""
 
 _OF_FILES = ("size", "stream", "crop", "margin", "corrupt")  # what a recipe says of files, and noise has none
 
@@ -120,7 +117,7 @@ def run_of(
             stage["accumulate"] = 1
         if position == number and objective is not None:
             stage["objective"] = dict(objective)
-    noise = sizes.noise(batch * steps + held, 2 * BATCH_OF_EVALUATION if held > 64 else 2)
+    noise = sizes.noise(batch * steps + held, 2 * assault.BATCH if held > 64 else 2)
     return kind(recipe.parse(content), root, source=noise, display=watch)
 
 
