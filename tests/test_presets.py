@@ -42,6 +42,22 @@ def test_own_weights_take_the_place_of_pre_training() -> None:
         assert sum(stage["epochs"] for stage in stages) == 2
 
 
+def test_free_training_takes_a_part_of_the_epochs() -> None:
+    """An epoch of four replays stands for four; lengths that are given stay."""
+
+    def lengths(method: str, *given: int | None, data: str = "cifar10", objective: str = "free") -> list[int]:
+        flags = {**FLAGS, "objective": objective, "epochs": given or (None, None, None)}
+        found = presets.recipe("tinynet", data, "5%", method=method, strategy=None, **flags)
+        return [stage["epochs"] for stage in found["stages"]]
+
+    assert lengths("harp", objective="pgd") == [100, 20, 100]
+    assert lengths("harp") == [25, 5, 25]
+    assert lengths("harp", data="fashion") == [5, 3, 5]
+    assert lengths("harp", 8, None, 100) == [8, 5, 100]
+    assert lengths("bcs-p") == [55]
+    assert lengths("mad")[-1] >= 100, "it fine-tunes by MART, which replays nothing"
+
+
 def test_mad_fine_tunes_by_its_own_loss_where_there_is_an_attack() -> None:
     *_, last = content("mad", epsilon="0.2")["stages"]
     assert last["objective"] == {"epsilon": "0.2", "step": 0.05, "name": "mart", "beta": 0.5}

@@ -11,8 +11,8 @@ perturbation δ, which stays from replay to replay and from batch to batch:
 So an update costs what it costs in natural training, and an epoch of m replays stands for m of them: the authors
 divide the 90 epochs of ImageNet by m = 4. The network is in train mode all the time.
 
-The code of HARP sets δ to zero at the start of each epoch, which `fresh` does; Free's own keeps it for the whole
-training. Both step by ε; the 1/255 in HARP's text is the step of the attack that evaluates.
+The code of HARP sets δ to zero at the start of each epoch, which `fresh` does; the code of the Free-AT authors keeps
+it for the whole training. Both step by ε; the 1/255 in HARP's text is the step of the attack that evaluates.
 
 Departure from both: a rank of several holds the rows of δ that its part of the batch needs, so that the training does
 not depend on the number of processes. δ is part of the training's state.

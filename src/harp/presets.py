@@ -1,10 +1,12 @@
 """What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from harp import pipeline
 from harp.errors import RecipeError
+from harp.free import FreeTraining
 from harp.pruners import PRUNERS
 from harp.recipe import number, unknown
 
@@ -50,8 +52,11 @@ def recipe(
 
     `keep` is a share of the weights, or of the FLOPs of `channels`, unless a `budget` says what else it counts.
     """
+    if method not in PRUNERS:
+        raise RecipeError(unknown("pruner", method, PRUNERS))
     preset = PRESETS.get(data, PAPER)
-    lengths = [given if given is not None else usual for given, usual in zip(epochs, preset.epochs, strict=True)]
+    usual = preset.epochs if objective != "free" else _replayed(preset.epochs, bool(PRUNERS[method].finetuning))
+    lengths = [length if given is None else given for given, length in zip(epochs, usual, strict=True)]
     threat: dict[str, Any] = {}
     if objective != "natural":
         step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
@@ -60,8 +65,6 @@ def recipe(
     pruner: dict[str, Any] = {"name": method, "keep": keep}
     if strategy is not None:
         pruner["initial_strategy" if method in ("harp", "harp-r") else "strategy"] = strategy
-    if method not in PRUNERS:
-        raise RecipeError(unknown("pruner", method, PRUNERS))
     training = {"name": objective, **threat}
     stages = pipeline.stages(
         pruner,
@@ -86,6 +89,12 @@ def recipe(
         "stages": stages,
         "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
     }
+
+
+def _replayed(epochs: tuple[int, int, int], own_loss: bool) -> tuple[int, int, int]:
+    """The lengths of Free-AT: an epoch stands for as many as it replays. Fine-tuning by a loss of its own has none."""
+    pretrain, prune, finetune = (math.ceil(each / FreeTraining.replays) for each in epochs)
+    return pretrain, prune, epochs[2] if own_loss else finetune
 
 
 def read_number(what: str, text: str) -> float:
