@@ -1,6 +1,8 @@
 """The engine where memory could be read or written that is not its own, and what it says then."""
 
+import copy
 import ctypes
+import pickle
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -9,15 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from harp.errors import DataError, RecipeError
 from harp.sparse import native, program
 from harp.sparse.graph import Graph, Node
 from harp.sparse.matrices import matrix_of
 from harp.sparse.network import Network
 from harp.sparse.planes import Plane
-from harp.sparse.runner import Runner
+from harp.sparse.runner import Learner, Runner
 from harp.sparse.taps import linear, weight_of
-from tests.test_engine import Writer, conv
+from tests.test_engine import Writer, conv, engine_of
 
 pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
 LANES = [1, 16]
@@ -111,6 +115,77 @@ def test_both_directions_count_their_own_work() -> None:
     for worth, shared in ((once, 1), (1.5 * once, 0)):
         with mock.patch.object(program, "_WORTH", worth):
             assert [code.program.worth for code in codes(Network(w.graph(), w.tensors), 1)] == [shared, shared]
+
+
+def small(threads: int = 1) -> Network:
+    w = Writer((2, 4, 4), 1.0, 0)
+    w.add("relu", (conv(w, "input", 3, (3, 3)),), {})
+    return Network(w.graph(), w.tensors, threads=threads)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (1, 2, 4), (1, 2, 4, 5), (1, 32)])
+def test_images_of_another_shape_do_not_reach_native_code(shape: tuple[int, ...]) -> None:
+    with pytest.raises(DataError, match=r"this network takes \(n, 2, 4, 4\)"):
+        small().forward(np.zeros(shape, np.float32))
+
+
+def test_what_comes_back_must_fit_what_went_forward() -> None:
+    network, x = small(), np.zeros((5, 2, 4, 4), np.float32)
+    logits, trace = network.forward(x, keep=True)
+    for wrong in (logits[:4], logits[:, :2], np.zeros((6, *logits.shape[1:]), np.float32)):
+        with pytest.raises(DataError, match="the logits are of shape"):
+            network.backward(trace, wrong)
+    with pytest.raises(DataError, match="keep=True"):
+        network.backward(network.forward(x)[1], logits)
+    longer = network.forward(np.concatenate([x, x]), keep=True)[1]
+    for kept in ({}, {0: []}, {0: [each[:1] for each in trace.kept[0]]}, longer.kept):
+        with pytest.raises(DataError, match="not that of 5 images"):
+            network.backward(replace(trace, kept=kept), logits)
+    assert network.backward(trace, logits).shape == x.shape
+
+
+def test_rows_are_checked_before_their_address_is_taken() -> None:
+    (runner,) = small()._parts
+    assert isinstance(runner, Runner)
+    for rows_ in (np.zeros((2, 31), np.float32), np.zeros((2, 32)), np.zeros((32, 2), np.float32).T):
+        with pytest.raises(DataError, match="rows of 32 float32 are needed"):
+            runner.forward(rows_, keep=False)
+    with pytest.raises(DataError, match="rows of 12 float32 are needed"):
+        runner.backward(np.zeros((2, 11), np.float32), [])
+    learner = Learner(runner.stage, runner.kernels, 1)
+    with pytest.raises(DataError, match="2 gradients for 3 images"):
+        learner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), deeper=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_all_floats_of_torch_are_taken(dtype: torch.dtype) -> None:
+    x = torch.rand(3, 2, 4, 4).to(dtype)
+    assert torch.equal(small()(x), small()(x.float()))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda network: pickle.loads(pickle.dumps(network))])
+def test_a_network_can_be_copied_and_sent(again: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2), nn.Flatten()).eval()
+    network, x = engine_of(model, (2, 8, 8), threads=2), torch.rand(9, 2, 8, 8)
+    wanted = network(x)
+    values = {each: (each.taps.values * 2, each.bias) for each in network.products() if each.weight is not None}
+    network.refill(values)
+    twin = again(network)
+    assert (twin.isa, twin.threads, twin.graph) == (network.isa, 2, network.graph)
+    assert torch.equal(twin(x), network(x)) and not torch.equal(twin(x), wanted), "with the weights of the moment"
+    logits, trace = twin.forward(x.numpy(), keep=True)
+    again_logits, again_trace = network.forward(x.numpy(), keep=True)
+    assert np.array_equal(twin.backward(trace, logits), network.backward(again_trace, again_logits))
+    twin.refill({each: (each.taps.values * 2, each.bias) for each in twin.products() if each.weight is not None})
+    assert not torch.equal(twin(x), network(x))
+
+
+def test_a_copy_needs_native_code_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = pickle.dumps(small())
+    monkeypatch.setattr(native, "kernels", lambda: None)
+    with pytest.raises(RecipeError, match="copied to where there is none"):
+        pickle.loads(sent)
 
 
 def test_a_graph_of_nothing_but_the_input_is_fine() -> None:

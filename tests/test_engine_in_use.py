@@ -128,6 +128,45 @@ def test_the_engine_follows_weights_norms_and_masks() -> None:
     assert networks[0] is networks[1] is networks[2] is not networks[3], "programs are made anew for other masks only"
 
 
+class Derived(nn.Module):
+    """A layer whose weight is a product with a mask, a norm behind it, and a power that torch has to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3, 3, 3))
+        self.register_buffer("mask", (torch.rand(8, 3, 3, 3) < 0.3).float())
+        self.norm = nn.BatchNorm2d(8)
+        self.power = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(F.conv2d(x, self.weight * self.mask, padding=1))
+        return self.head((F.softplus(x) ** self.power.exp()).mean((2, 3)))
+
+
+@pytest.mark.usefixtures("always")
+def test_the_engine_follows_what_is_computed_of_weights() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Derived().eval(), data()
+    for change in ("none", "weights", "masks", "powers", "norms"):
+        with torch.no_grad():
+            if change == "weights":
+                model.weight.mul_(-1)
+            elif change == "masks":
+                model.mask.copy_((torch.rand_like(model.mask) < 0.3).float())
+            elif change == "powers":
+                model.power.add_(0.3)
+            elif change == "norms":
+                model.norm.running_var.mul_(2)
+                model.norm.bias.add_(0.1)
+        with frozen(model, x) as net:
+            assert isinstance(net, Follower)
+            assert torch.allclose(net(x), model(x), atol=1e-5), change
+            found = slope(net, x, y)
+        wanted = slope(model, x, y)
+        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
+
+
 def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARP_ENGINE", "of")
     with pytest.raises(RecipeError, match="HARP_ENGINE=of: choose from"), frozen(pruned()[0], data()[0]):

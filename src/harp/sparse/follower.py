@@ -38,16 +38,14 @@ class Follower:
         if self.captured.detached:
             raise ModelError("the model detaches results from the gradient, which a graph can't say")
         self.network: Network | None = None
-        self._layers = {
-            node.tensors["weight"] for node in self.captured.graph.nodes if node.op in ("conv", "linear")
-        } - self.captured.derived.keys()
+        self._layers = {node.tensors["weight"] for node in self.captured.graph.nodes if node.op in ("conv", "linear")}
         self._places: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
         """Take the present weights of the model."""
         get = self.captured.source(model)
-        weights = {name: get(name).reshape(-1) for name in self._layers}
+        weights = {name: get(name).reshape(-1).float() for name in self._layers}
         if self.network is None or not all(self._same(name, weight) for name, weight in weights.items()):
             self._places = {name: weight.nonzero().reshape(-1) for name, weight in weights.items()}
             values, biases = self._values(get, weights)
@@ -64,12 +62,12 @@ class Follower:
                 continue
             bias = product.bias_name
             found = None if bias is None else biases[bias] if bias in biases else get(bias).numpy()
-            if product.weight in values:
+            if product.weight in values:  # a layer's, else a scale's
                 where = np.searchsorted(self._places[product.weight].numpy(), product.taps.index)
                 changed[product] = values[product.weight][where], found
             else:
                 changed[product] = get(product.weight).reshape(-1).numpy()[product.taps.index], found
-        self.network.refill(changed)
+        self.network.refill(changed, {name: get(name) for name in self.network.borrowed()})
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits, with a gradient for the images where one is asked for."""

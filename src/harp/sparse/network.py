@@ -24,6 +24,8 @@ class Trace:
     """What the way back needs of the way forward."""
 
     count: int
+    keep: bool
+    shape: tuple[int, ...] = ()  # of the logits
     kept: dict[int, Kept] = field(default_factory=dict)
     inputs: dict[int, list[Any]] = field(default_factory=dict)
 
@@ -63,6 +65,18 @@ class Network:
                 if isinstance(left, Node):
                     self._tensors.update(borrowed.tensors_of(left, tensors))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or another process needs: the weights of this moment, but neither a lock nor a module."""
+        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_torch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fit = native.kernels()
+        vars(self).update(state, _lock=threading.Lock(), isa=None if fit is None else fit.name.decode())
+        if any(isinstance(each, Node) for each in self._parts):
+            from harp.sparse import borrowed
+
+            self._torch = borrowed
+
     @property
     def parts(self) -> Sequence[Runner | Node]:
         """What is computed one after another: by native code, or single nodes by torch."""
@@ -83,13 +97,16 @@ class Network:
         """The logits of images, as an array or as a tensor of torch, whichever was given."""
         torch = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(x, torch.Tensor)
-        array = x.detach().cpu().numpy() if is_tensor else x
-        found, _ = self.forward(_checked(array, self.graph.input_shape))
+        if is_tensor:
+            x = x.detach().cpu()
+            x = (x.float() if x.is_floating_point() else x).numpy()  # of some floats numpy does not know
+        found, _ = self.forward(_checked(x, self.graph.input_shape))
         return torch.from_numpy(found) if is_tensor and torch is not None else found
 
     def forward(self, x: Array, *, keep: bool = False) -> tuple[Array, Trace]:
         """The logits of images, and what `backward` needs if it is to be kept."""
-        trace = Trace(len(x))
+        _check_shape(x, self.graph.input_shape)
+        trace = Trace(len(x), keep)
         results: dict[str, Any] = {self.graph.nodes[0].name: x}
         with self._lock:
             for number, part in enumerate(self._parts):
@@ -105,10 +122,15 @@ class Network:
                 for name in self._done[number]:  # a transformer has hundreds of results
                     del results[name]
         found = results[self.graph.output]
+        trace.shape = tuple(found.shape)
         return (found if isinstance(found, np.ndarray) else found.numpy()), trace
 
     def backward(self, trace: Trace, gradient: Array) -> Array:
         """The gradient of the images, given that of the logits."""
+        if not trace.keep:
+            raise DataError("there is no way back from a forward pass without keep=True")
+        if np.shape(gradient) != trace.shape:
+            raise DataError(f"a gradient of shape {np.shape(gradient)}: the logits are of shape {trace.shape}")
         left: dict[str, Any] = {self.graph.output: np.ascontiguousarray(gradient, np.float32)}
         with self._lock:
             for number in reversed(range(len(self._parts))):
@@ -123,7 +145,7 @@ class Network:
                         np.zeros((trace.count, size), np.float32) if each is None else each
                         for each, size in zip(given, sizes, strict=True)
                     ]
-                    found = part.backward(_rows(filled, trace.count), trace.kept[number])
+                    found = part.backward(_rows(filled, trace.count), trace.kept.get(number, []))
                     for name, each in _apart(found, part.stage, self._shapes, back=True).items():
                         _add(left, name, each)
                 elif (given_one := left.pop(part.name, None)) is not None:
@@ -144,9 +166,16 @@ class Network:
                 found += [each for each in part.stage.operations if isinstance(each, Product)]
         return found
 
-    def refill(self, values: Mapping[Product, tuple[Array, Array | None]]) -> None:
-        """Give products other weights, at the places that count, and other biases."""
+    def borrowed(self) -> list[str]:
+        """The names of the tensors with which torch computes, which `refill` can change too."""
+        return list(self._tensors)
+
+    def refill(
+        self, values: Mapping[Product, tuple[Array, Array | None]], tensors: Mapping[str, Any] | None = None
+    ) -> None:
+        """Give products other weights, at the places that count, and other biases; and torch other tensors."""
         with self._lock:
+            self._tensors.update(tensors or {})
             for part in self._parts:
                 if isinstance(part, Runner):
                     part.refill(values)
@@ -169,17 +198,21 @@ def _done(parts: Sequence[Runner | Node], output: str) -> list[list[str]]:
 
 def _checked(array: Any, shape: Sequence[int]) -> Array:
     """Images that the network can take; `DataError` says what is wrong with others."""
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"images must be an array of numpy or a tensor of torch, not {type(array).__name__}")
-    if array.ndim != 1 + len(shape) or tuple(array.shape[1:]) != tuple(shape):
-        wanted = ", ".join(map(str, ("n", *shape)))
-        raise DataError(f"images of shape {array.shape}: this network takes ({wanted})")
+    _check_shape(array, shape)
     if array.dtype not in (np.float32, np.float64, np.float16):
         raise DataError(f"images of type {array.dtype}: give floats, usually from 0 to 1")
     images = np.ascontiguousarray(array, np.float32)
     if not np.isfinite(images).all():
         raise DataError("images hold NaN or infinite numbers")
     return images
+
+
+def _check_shape(array: Any, shape: Sequence[int]) -> None:
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"images must be an array of numpy or a tensor of torch, not {type(array).__name__}")
+    if array.ndim != 1 + len(shape) or tuple(array.shape[1:]) != tuple(shape):
+        wanted = ", ".join(map(str, ("n", *shape)))
+        raise DataError(f"images of shape {array.shape}: this network takes ({wanted})")
 
 
 def _rows(arrays: list[Any], count: int) -> Array:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from harp.errors import DataError, RecipeError
 from harp.sparse import native
 from harp.sparse.lowering import Product, Stage
 from harp.sparse.program import Builder, Code, finished
@@ -49,7 +51,12 @@ class Runner:
         for builder, _, _ in self._codes.values():
             builder.refill()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Programs are made anew where a copy is used: they hold addresses."""
+        return _restored, (type(self), self.stage, self.threads)
+
     def _run(self, x: Array, y: Array, kept: Kept, *, keep: bool, back: bool) -> Array:
+        _check_rows(x, self.made if back else self.given)
         for number, (lanes, (given, made)) in enumerate(self._groups(x, y)):
             _, ahead, behind = self._code(lanes, keep)
             code = behind if back else ahead
@@ -57,6 +64,8 @@ class Runner:
             count = len(given) // lanes
             if not back:
                 kept.append(np.empty(count * code.program.kept, np.uint8))
+            elif number >= len(kept) or kept[number].nbytes != count * code.program.kept:
+                raise DataError(f"what was kept on the way forward is not that of {len(x)} images of this network")
             given_at, made_at, kept_at = native.address(given), native.address(made), native.address(kept[number])
             native.run(code.program, count, self.threads, given_at, made_at, kept_at)
         return y
@@ -98,6 +107,10 @@ class Learner(Runner):
 
     def learn(self, gradient: Array, x: Array, *, deeper: bool) -> tuple[Array | None, Array]:
         """The gradients of the input, if asked for, and of the weights, from that of the output."""
+        _check_rows(gradient, self.made)
+        _check_rows(x, self.given)
+        if len(gradient) != len(x):
+            raise DataError(f"{len(gradient)} gradients for {len(x)} images")
         back = np.empty((len(x), self.given if deeper else 0), np.float32)
         total: Array | None = None
         for lanes, (given, more, made) in self._groups(gradient, x, back):
@@ -125,3 +138,18 @@ class Learner(Runner):
             sizes = self.made * lanes, self.given * lanes, self.given * lanes if deeper else 0
             self._learning[lanes, deeper] = builder, finished(builder, steps, arena, sizes)
         return self._learning[lanes, deeper]
+
+
+def _restored(kind: type[Runner], stage: Stage, threads: int) -> Runner:
+    fit = native.kernels()
+    if fit is None:
+        raise RecipeError("a network that native code computes was copied to where there is none: load its file there")
+    return kind(stage, fit, threads)
+
+
+def _check_rows(array: Array, size: int) -> None:
+    """The native code takes addresses: what is there must be what it expects."""
+    if array.shape != (len(array), size) or array.dtype != np.float32 or not array.flags.c_contiguous:
+        raise DataError(
+            f"{array.dtype} of shape {array.shape}: rows of {size} float32 are needed, one behind the other"
+        )
