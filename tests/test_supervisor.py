@@ -14,11 +14,12 @@ from harp.errors import LOST
 # Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
 SCRIPT = """
 import os, signal, sys, time
+from pathlib import Path
 sys.path.insert(0, {source!r})
 from harp.processes import placement, supervisor
 from harp.errors import Lost
 
-supervisor._FIRMLY, supervisor._PATIENCE = 0.3, 0.8
+supervisor._FIRMLY, supervisor._PATIENCE = {firmly}, {patience}
 place = placement.here()
 if place is None:
     try:
@@ -30,6 +31,9 @@ rank = place.rank
 def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines of others do not get into it
 
 tell("rank", rank, "of", place.world, "pid", os.getpid())
+folder = Path({folder!r})
+(folder / f"up.{{rank}}").touch()
+while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take long
 {body}
 """
 SOURCE = str(Path(__file__).parent.parent / "src")
@@ -39,15 +43,31 @@ signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
 tell("ready")
 while not heard: time.sleep(0.01)
-time.sleep(0.3)
+(folder / f"heard.{rank}").touch()
+while len(list(folder.glob("heard.*"))) < 3: time.sleep(0.005)
 tell("heard", len(heard))
 sys.exit(75)
 """
 
 
-def start(folder: Path, body: str, nodes: int = 1, address: str | None = None) -> subprocess.Popen[str]:
+SOON = {True: 0.2, False: 0.2}  # where the others are ended, and not end by themselves
+LONG = {True: 300.0, False: 300.0}
+
+
+def start(
+    folder: Path,
+    body: str,
+    nodes: int = 1,
+    address: str | None = None,
+    *,
+    together: bool = True,
+    firmly: dict[bool, float] = LONG,
+    patience: dict[bool, float] = LONG,
+) -> subprocess.Popen[str]:
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(source=SOURCE, body=body, lost=LOST, nodes=nodes, address=address))
+    facts = {"source": SOURCE, "lost": LOST, "folder": str(folder), "nodes": nodes, "address": address}
+    text = SCRIPT.format(body=body, together=together, firmly=firmly, patience=patience, **facts)
+    script.write_text(text)
     return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
 
 
@@ -55,7 +75,7 @@ def pids(output: str) -> list[int]:
     return [int(line.split()[-1]) for line in output.splitlines() if line.startswith("rank")]
 
 
-def gone(numbers: list[int], seconds: float = 5.0) -> bool:
+def gone(numbers: list[int], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while any(os.path.exists(f"/proc/{pid}") for pid in numbers) and time.monotonic() < end:
         time.sleep(0.02)
@@ -64,7 +84,7 @@ def gone(numbers: list[int], seconds: float = 5.0) -> bool:
 
 def test_all_run_and_the_code_is_theirs(tmp_path: Path) -> None:
     process = start(tmp_path, "")
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert sorted(line.split()[:4] for line in out.splitlines()) == [["rank", str(r), "of", "3"] for r in range(3)]
 
@@ -72,28 +92,29 @@ def test_all_run_and_the_code_is_theirs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", LOST, "process 1 of 3 was ended by SIGKILL"),
-        ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(60)", LOST, "process 0 of 3 was ended by SIGKILL"),
-        ("sys.exit(2) if rank == 2 else time.sleep(60)", 2, ""),
+        ("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(999)", LOST, "process 1 of 3 was ended by SIGKILL"),
+        ("os.kill(os.getpid(), 9) if rank == 0 else time.sleep(999)", LOST, "process 0 of 3 was ended by SIGKILL"),
+        ("sys.exit(2) if rank == 2 else time.sleep(999)", 2, ""),
+        ("sys.exit(75) if rank == 2 else time.sleep(999)", 75, ""),
         (f"sys.exit(2) if rank == 2 else sys.exit({LOST})", 2, ""),
         (f"sys.exit({LOST})", LOST, "not one of this machine's"),
         ("sys.exit(75 if rank == 0 else 0)", 75, ""),
     ],
 )
 def test_one_that_dies_ends_all(tmp_path: Path, body: str, code: int, words: str) -> None:
-    began = time.monotonic()
-    process = start(tmp_path, body)
-    out, _ = process.communicate(timeout=30)
+    process = start(tmp_path, body, firmly=SOON)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == code and words in out
-    assert time.monotonic() - began < 15
     assert len(pids(out)) == 3 and gone(pids(out))
 
 
 def test_who_ignores_it_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     lines = ["import subprocess", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
-    lines += ["child = subprocess.Popen(['sleep', '61'])", "tell('rank', child.pid)"]
-    process = start(tmp_path, "\n".join([*lines, "time.sleep(0.5)", "sys.exit(1) if rank == 0 else time.sleep(60)"]))
-    out, _ = process.communicate(timeout=30)
+    lines += ["child = subprocess.Popen(['sleep', '999'])", "tell('rank', child.pid)", "(folder / str(rank)).touch()"]
+    lines += ["while rank == 0 and len(list(folder.glob('[012]'))) < 3: time.sleep(0.005)"]
+    lines += ["sys.exit(1) if rank == 0 else time.sleep(999)"]
+    process = start(tmp_path, "\n".join(lines), firmly=SOON, patience=SOON)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert len(pids(out)) == 6 and gone(pids(out))
 
@@ -106,34 +127,56 @@ def test_signals_reach_every_process_once(tmp_path: Path, number: signal.Signals
     while ready < 3:
         ready += process.stdout.readline().startswith("ready")
     process.send_signal(number)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 75
     assert out.splitlines().count("heard 1") == 3
 
 
 def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) -> None:
     """It comes as soon as there is the first of them: neither that one nor the others may miss it."""
-    process = start(tmp_path, HEARD)
+    process = start(tmp_path, HEARD.replace('heard.*"))) < 3', 'heard.*"))) < 1'), together=False)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not listed.read_text():
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode in (75, 128 + signal.SIGINT), out
     assert gone(pids(out))
 
 
 def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:
-    process = start(tmp_path, "tell('ready'); time.sleep(60)")
+    process = start(tmp_path, "tell('ready'); time.sleep(999)")
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(6)]
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert gone(pids("".join(lines) + out))
 
 
+WAITS = "while not (folder / 'go').exists(): time.sleep(0.005)"
+
+
+def test_who_still_saves_is_waited_for_if_the_others_stopped_in_order(tmp_path: Path) -> None:
+    """After one ended with 75 the patience of a failure is long over when another has saved."""
+    body = f"if rank == 0:\n    {WAITS}\n    tell('saved')\nsys.exit(75)"
+    process = start(tmp_path, body, firmly={True: 300.0, False: 0.0}, patience={True: 300.0, False: 0.0})
+    assert process.stdout is not None
+    ranks = {line[1]: int(line[-1]) for line in (process.stdout.readline().split() for _ in range(3))}
+    assert gone([ranks["1"], ranks["2"]])
+    time.sleep(0.3)  # several looks of the supervisor
+    (tmp_path / "go").touch()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75 and out == "saved\n"
+
+
+def test_an_error_is_told_though_the_others_saved_and_ended(tmp_path: Path) -> None:
+    process = start(tmp_path, "sys.exit(2 if rank == 2 else 75)")
+    process.communicate(timeout=120)
+    assert process.returncode == 2
+
+
 def test_several_machines_share_an_address(tmp_path: Path) -> None:
     body = "tell('at', place.address, place.port, place.world, place.nodes)"
-    out, _ = start(tmp_path, body, nodes=2, address="10.0.0.7:1234").communicate(timeout=30)
+    out, _ = start(tmp_path, body, nodes=2, address="10.0.0.7:1234").communicate(timeout=120)
     assert out.splitlines().count("at 10.0.0.7 1234 6 2") == 3

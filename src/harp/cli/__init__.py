@@ -82,7 +82,16 @@ class _Log(logging.Handler):
 
 
 def main() -> None:
-    """The `harp` command: one line for what HARP raises on purpose, and exit codes that scripts can use."""
+    """The `harp` command."""
+    try:
+        _main()
+    except SystemExit as end:
+        voice.leave(end.code)
+        raise
+
+
+def _main() -> None:
+    """One line for what HARP raises on purpose, and exit codes that scripts can use."""
     # Spinning threads starve each other on a shared machine (40 times slower); must be set before torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("harp").handlers = [_Log()]

@@ -1,11 +1,12 @@
 """Who speaks when several processes come to the same end: the first of them, or whoever knows something else."""
 
 import shlex
+import signal
 import sys
 
 import typer
 
-from harp.errors import Lost
+from harp.errors import UNFINISHED, Lost
 from harp.processes import placement
 
 
@@ -30,6 +31,15 @@ def say_lost(lost: Lost) -> None:
     place = placement.here()
     if place is None or (not peers.is_supervised() and _speaks("", place.rank)):
         typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command()}", err=True)
+
+
+def leave(code: object) -> None:
+    """Let the other processes know by which exit code this one ends: they have to end too, unless it is in order."""
+    if "torch" in sys.modules:
+        from harp.processes import peers
+
+        if peers.several():
+            peers.of_this_run().leave(in_order=code in (None, 0, UNFINISHED, 128 + signal.SIGINT))
 
 
 def loss(error: RuntimeError) -> Lost | None:

@@ -4,6 +4,7 @@ Each has a pulse: every few seconds it leaves a note in the store that the proce
 and reads the notes of the others. So one that has died, or whose machine has, is noticed wherever the others are; a
 request to stop that reached one process reaches all; and the first one can show how far all have come. Processes that
 work apart for hours, as in an evaluation, meet through the store too, which no time limit of an exchange cuts short.
+The last note of a process says whether it ended in order; if not, the others end soon after it.
 """
 
 import atexit
@@ -19,15 +20,16 @@ from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from harp.errors import LOST, Lost
 from harp.processes.supervisor import SUPERVISOR
 
 BEAT = 2.0  # seconds between two notes
 LATE = 30  # beats without a new note of another process, after which it counts as dead
-_SAVING = 60.0  # seconds to save and end once the one who started this process is gone
-_LEFT = -1  # the number of a note that is the last
+GRACE = 3  # beats after another process failed: it may fail here too, and whoever started it asks for a state first
+SAVING = 120.0  # seconds that a process which is to stop waits at most until the others have saved, too
+_ORPHANED = 60.0  # seconds to save and end once the one who started this process is gone
 
 T = TypeVar("T")
 
@@ -60,6 +62,9 @@ class Alone:
         """Whether this process is to say what others may say too; an empty text is one that any other stands for."""
         return True
 
+    def leave(self, in_order: bool = True) -> None:
+        """Tell the others that nothing more will come from here, and whether that is as it should be."""
+
     def gather(self, value: T) -> list[T]:
         """The values of all, in their order."""
         return [value]
@@ -70,20 +75,17 @@ class Alone:
 
 
 class Peers(Alone):
-    """One of several processes."""
+    """One of several processes, which leave notes for each other in a store."""
 
-    def __init__(self) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of its own: an exchange that waits must not keep the pulse from beating.
-        store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
-        self._store = PrefixStore(f"harp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    def __init__(self, store: Store, rank: int, world: int) -> None:
+        self.rank, self.world, self._store = rank, world, store
         self._stop: Stop | None = None
         self._beat, self._done, self._meetings = 0, 0.0, 0
+        self._left: bool | None = None  # whether it was in order, once this process has left
         self._notes: dict[int, dict[str, Any]] = {}
         self._over = threading.Event()
+        self._tell()
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
-        atexit.register(self.leave)
 
     def listen(self, stop: Stop) -> None:
         """Tell the others of a request to stop, and let theirs be one here."""
@@ -103,8 +105,8 @@ class Peers(Alone):
         key = f"meeting/{self._meetings}"
         present, pause = self._store.add(key, 1), 0.01
         while present < self.world:
+            left = [rank for rank, note in list(self._notes.items()) if note["left"] is not None]
             wait()
-            left = [rank for rank, note in list(self._notes.items()) if note["beat"] == _LEFT]
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
             present = self._store.add(key, 0)
@@ -138,38 +140,58 @@ class Peers(Alone):
         dist.broadcast_object_list(found, 0)
         return found[0]
 
-    def leave(self) -> None:
-        """Tell the others that nothing more will come from here."""
+    def leave(self, in_order: bool = True) -> None:
+        """Tell the others that nothing more will come from here, and whether that is as it should be.
+
+        In order the first process, who keeps the notes, goes last; and if all are to stop they go together: whoever
+        started them may take the first that is gone for a reason to end the others, which still save.
+        """
+        if self._left is not None:
+            return
+        self._left = in_order
         self._over.set()
-        self._beat = _LEFT
         try:
-            self._store.set(f"pulse/{self.rank}", self._note())
-        except RuntimeError:  # the first one, who keeps the notes, has gone before
+            self._tell()
+            if in_order and (self.rank == 0 or (self._stop is not None and self._stop.signal is not None)):
+                self._see_off()
+        except RuntimeError:  # the first one has gone before
             return
 
-    def _note(self) -> str:
+    def _see_off(self) -> None:
+        """Wait until all others have left, but not for ever."""
+        end, pause = time.monotonic() + SAVING, 0.01
+        while any(note["left"] is None for note in self._read().values()) and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+
+    def _tell(self) -> None:
         asked = None if self._stop is None else self._stop.signal
-        return json.dumps({"beat": self._beat, "stop": asked, "work": self._meetings, "done": self._done})
+        note = {"beat": self._beat, "left": self._left, "stop": asked, "work": self._meetings, "done": self._done}
+        self._store.set(f"pulse/{self.rank}", json.dumps(note))
+
+    def _read(self) -> dict[int, dict[str, Any]]:
+        keys = [key for rank in range(self.world) if self._store.check([key := f"pulse/{rank}"])]
+        texts = self._store.multi_get(keys)
+        return {int(key[6:]): json.loads(text) for key, text in zip(keys, texts, strict=True)}
 
     def _pulse(self) -> None:
         missed = dict.fromkeys(range(self.world), 0)
         while not self._over.wait(BEAT):
             self._beat += 1
             try:
-                self._store.set(f"pulse/{self.rank}", self._note())
-                keys = [f"pulse/{rank}" for rank in missed if self._store.check([f"pulse/{rank}"])]
-                texts = self._store.multi_get(keys)
-                notes = {int(key[6:]): json.loads(text) for key, text in zip(keys, texts, strict=True)}
+                self._tell()
+                notes = self._read()
             except RuntimeError:
                 if not self._over.wait(2 * BEAT):  # at the end of all work the first may be gone before the others
                     _end("the first process of the run can't be reached")
                 return
             for rank, note in notes.items():
-                missed[rank] = 0 if note != self._notes.get(rank) or note["beat"] == _LEFT else missed[rank] + 1
-                if missed[rank] > LATE:
-                    _end(f"process {rank} of {self.world} gave no sign of life for {LATE * BEAT:.0f} seconds")
-            self._notes = notes
+                missed[rank] = 0 if note != self._notes.get(rank) or note["left"] else missed[rank] + 1
+                if missed[rank] > (LATE if note["left"] is None else GRACE):
+                    failed = f"gave no sign of life for {LATE * BEAT:.0f} seconds" if note["left"] is None else "failed"
+                    _end(f"process {rank} of {self.world} {failed}")
             self._heed([note["stop"] for note in notes.values() if note["stop"] is not None])
+            self._notes = notes  # not before: who left because all are to stop is no loss
             _mind_the_supervisor()
 
     def _heed(self, asked: list[int]) -> None:
@@ -189,7 +211,14 @@ def of_this_run() -> Alone:
 
 @cache
 def _peers() -> Peers:
-    return Peers()
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # A connection of its own: an exchange that waits must not keep the pulse from beating.
+    store = TCPStore(*place, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    own = PrefixStore(f"harp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    found = Peers(own, dist.get_rank(), dist.get_world_size())
+    # The variable is there once Python has printed an exception that nobody caught.
+    atexit.register(lambda: found.leave(in_order=not hasattr(sys, "last_value")))
+    return found
 
 
 def was_lost(error: BaseException) -> bool:
@@ -217,6 +246,6 @@ def _mind_the_supervisor() -> None:
     if is_supervised() and os.getppid() != int(os.environ[SUPERVISOR]):
         del os.environ[SUPERVISOR]
         os.kill(os.getpid(), signal.SIGTERM)
-        last = threading.Timer(_SAVING, os._exit, (LOST,))
+        last = threading.Timer(_ORPHANED, os._exit, (LOST,))
         last.daemon = True
         last.start()
