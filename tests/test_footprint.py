@@ -183,13 +183,12 @@ def test_deep_networks_take_what_they_hold_at_a_time() -> None:
         footprint.check(Network(graph, tensors), 1 << 20)
 
 
+@engine
 def test_work_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, tensors = resnet152(64)
-    network = Network(graph, tensors)
-    if any(isinstance(part, Runner) for part in network.parts):
-        monkeypatch.setattr(footprint, "_MOST_WORK", 1000)
-        with pytest.raises(BadFile, match="multiplications"):
-            footprint.check(network, 1 << 40)
+    network = Network(*resnet152(64))
+    monkeypatch.setattr(footprint, "_MOST_WORK", 1000)
+    with pytest.raises(BadFile, match="multiplications"):
+        footprint.check(network, 1 << 40)
 
 
 @pytest.mark.parametrize("op", ["relu", "add", "flatten"])

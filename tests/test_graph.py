@@ -20,6 +20,7 @@ from harp.errors import MissingExtra, ModelError
 from harp.models import external
 from harp.normalize import Normalized
 from harp.sparse import reference
+from harp.sparse.allowed import is_allowed
 from harp.sparse.capture import Captured, capture
 from harp.sparse.graph import Graph, Node
 from tests.cases import CASES, batch, build
@@ -373,17 +374,72 @@ def test_tensors_must_fit() -> None:
         graph.check({name: shape for name, shape in good.items() if name != "a.bias"})
 
 
+IMAGES = {"op": "input", "name": "x", "shape": [4, 4, 4]}
+X, T = {"node": "x"}, {"tensor": "t"}
+
+
 @pytest.mark.parametrize(
     "name",
     ["aten.from_file.default", "aten.rand.default", "aten.bernoulli.default", "aten.relu_.default",
      "aten.dropout.default", "aten.empty.memory_format", "aten.add.out", "aten.set_.source_Tensor",
      "aten.no_such.default", "aten.relu.no_such",
-     "aten.item.default", "aten.sym_size.int", "aten._cudnn_rnn.default", "aten.as_strided.default"],
+     "aten.item.default", "aten.sym_size.int", "aten._cudnn_rnn.default", "aten.as_strided.default",
+     "aten.max_pool2d_with_indices_backward.default", "aten.max_unpool2d.default", "aten.embedding_bag.default",
+     "aten.take_along_dim.default", "aten.grid_sampler_2d.default", "aten.index_put.default", "aten.gather.default",
+     "aten.reflection_pad2d.default", "aten.repeat_interleave.self_int", "aten.native_dropout.default",
+     "aten.native_batch_norm.default", "aten.resize.default", "aten.segment_reduce.default", "aten.lstm.input"],
 )  # fmt: skip
 def test_functions_that_a_file_must_not_call(name: str) -> None:
     graph = graph_of({**TORCH, "attributes": {"op": name, "args": [{"node": "input0"}]}})
     with pytest.raises(BadFile):
         reference.check(graph, {})
+
+
+def test_no_function_that_trusts_its_arguments_is_allowed() -> None:
+    """Of all that this torch has, not only of what somebody thought of."""
+    words = (
+        "backward",
+        "unpool",
+        "scatter_",
+        "rand",
+        "resize",
+        "strided",
+        "file",
+        "set_",
+        "put",
+        "out",
+        "unsafe_chunk",
+    )
+    allowed = set()
+    for packet in dir(torch.ops.aten):
+        for overload in getattr(getattr(torch.ops.aten, packet), "overloads", list)():
+            found = getattr(getattr(torch.ops.aten, packet), overload)
+            if is_allowed(found):
+                allowed.add(packet)
+                assert not found._schema.is_mutable and not packet.endswith("_")
+    assert 200 < len(allowed) < 300
+    assert not [name for name in allowed if any(word in name for word in words) and name != "outer"]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "words"),
+    [
+        ("batch_norm", [X, None, None, None, None, True, 0.1, 1e-5, False], {}, "changes what it knows"),
+        ("instance_norm", [X, None, None, T, T, True, 0.1, 1e-5, False], {}, "changes what it knows"),
+        ("_native_batch_norm_legit_no_training", [X, None, None, T, T, 0.1, 1e-5], {}, "of another size"),
+        ("pad", [X, [-4, 9], "reflect"], {}, "mirrors"),
+        ("upsample_nearest2d", [X, [8, 8], {"float": "nan"}, 1.0], {}, "times as large"),
+        ("upsample_bilinear2d", [X, [8, 8], False], {"scales_h": 1e-30}, "times as large"),
+        ("scaled_dot_product_attention", [X, X, X, None, 0.5], {}, "at random"),
+        ("scaled_dot_product_attention", [X, X, X], {"dropout_p": 0.5}, "at random"),
+    ],
+)
+def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: dict[str, Any], words: str) -> None:
+    call = {"op": f"aten.{op}.default", "args": args, "kwargs": kwargs}
+    call |= {"pick": 0} if op.startswith("_native") else {}
+    graph = Graph.from_dict({"nodes": [IMAGES, {"op": "torch", "shape": [4, 4, 4], "attributes": call}]})
+    with pytest.raises(BadFile, match=words):
+        reference.check(graph, {"t": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(

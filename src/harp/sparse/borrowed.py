@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harp.errors import ModelError
+from harp.files import reason
 from harp.sparse import reference
 from harp.sparse.graph import Node
 
@@ -29,9 +31,15 @@ def full(tensor: Any) -> Tensor:
 
 
 def compute(node: Node, inputs: Sequence[Any], tensors: Mapping[str, Tensor], count: int) -> Tensor:
-    """A node's result for so many images."""
-    with torch.no_grad():
-        return reference.step(node, [_plain(each) for each in inputs], tensors, torch.empty(count))
+    """A node's result for so many images; native code relies on its shape."""
+    try:
+        with torch.no_grad():
+            found = reference.step(node, [_plain(each) for each in inputs], tensors, torch.empty(count))
+    except Exception as error:  # a function of torch may raise anything
+        raise ModelError(f"node {node.name!r:.100} can't be computed: {reason(error):.300}") from error
+    if not isinstance(found, Tensor) or tuple(found.shape) != reference.full_shape(node.shape, count):
+        raise ModelError(f"node {node.name!r:.100} does not give what it says: {node.shape}")
+    return found
 
 
 def gradients(

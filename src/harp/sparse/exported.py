@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from harp.compact.reader import BadFile
 from harp.errors import ModelError
-from harp.sparse import reference
+from harp.sparse.allowed import is_allowed
 from harp.sparse.folds import Fold
 from harp.sparse.graph import Node, Shape, complete, mentioned, result_shape
 
@@ -202,7 +202,7 @@ class Reader:
     def _torch(self, call: fx.Node, value: Tensor, pick: int | None) -> Result:
         """A call that torch has to answer."""
         target: Any = call.target
-        if not isinstance(target, torch._ops.OpOverload) or not reference.is_allowed(target):
+        if not isinstance(target, torch._ops.OpOverload) or not is_allowed(target):
             raise ModelError(f"the model calls {target}, which a graph can't hold")
         name, shape = str(target), self._shape(value)
         args = [self._argument(each) for each in call.args]

@@ -13,21 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harp.compact.reader import BadFile
+from harp.sparse.allowed import is_allowed, objection
 from harp.sparse.graph import Graph, Node
 
-# Functions of aten that a file must not call although they change none of their arguments: they read files, give
-# memory that nobody wrote to, look past the ends of tensors, or make something else than a plain tensor.
-_DENIED = (
-    "alias", "as_strided", "cuda", "cudnn", "dropout", "empty", "file", "fbgemm", "indices_unsafe", "mkldnn", "miopen",
-    "nested", "pin", "quant", "rand", "resize", "sparse", "storage", "unsafe", "xnnpack",
-)  # fmt: skip
-# Names with an underscore in front are the library's own affairs; these are what exported networks consist of.
-_INNER = {
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "_cdist_forward", "_convolution", "_log_softmax",
-    "_native_batch_norm_legit_no_training", "_prelu_kernel",
-    "_safe_softmax", "_softmax", "_to_copy", "_unsafe_view", "_weight_norm", "_weight_norm_interface",
-}  # fmt: skip
-_ATTENTION = "scaled_dot_product_attention"  # random only if it is asked to drop anything
 _DROPPED = ("device", "layout", "memory_format", "pin_memory")  # arguments that are no part of what is computed
 
 
@@ -91,11 +79,7 @@ def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
     """
     for node in graph.nodes:
         if node.op == "torch":
-            target, has = function(node.attributes["op"]), node.attributes
-            if target._schema.name.endswith(_ATTENTION) and (
-                has["args"][4:5] or [has["kwargs"].get("dropout_p", 0)]
-            ) != [0]:
-                raise BadFile(f"node {node.name!r:.100} drops numbers at random, which no network in a file may do")
+            function(node.attributes["op"])
     shells = {name: torch.empty_like(tensors[name], device="meta") for name in graph.tensor_names()}
     count = 3
     x = torch.empty(count, *graph.input_shape, device="meta")
@@ -131,27 +115,16 @@ def function(name: str) -> Any:
     return found
 
 
-def is_allowed(overload: Any) -> bool:
-    """Whether a function of torch is one of tensors and numbers that always gives the same tensors."""
-    schema, name = overload._schema, overload._schema.name.removeprefix("aten::")
-    return (
-        overload.namespace == "aten"
-        and not schema.is_mutable
-        and not any(argument.is_out for argument in schema.arguments)
-        and bool(schema.returns)
-        and all(str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns)
-        and (torch.Tag.nondeterministic_seeded not in overload.tags or name == _ATTENTION)
-        and (name in _INNER or (not name.startswith("_") and not any(word in name for word in _DENIED)))
-    )
-
-
 def _call(node: Node, nodes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
     target = function(node.attributes["op"])
     known = nodes, tensors, len(x)
     names = {argument.name for argument in target._schema.arguments}
     where = {"device": x.device} if "device" in names else {}
     kwargs = {key: _value(each, *known) for key, each in node.attributes["kwargs"].items() if key not in _DROPPED}
-    result = target(*(_value(each, *known) for each in node.attributes["args"]), **kwargs, **where)
+    args = [_value(each, *known) for each in node.attributes["args"]]
+    if wrong := objection(target, args, kwargs):
+        raise BadFile(f"node {node.name!r:.100} {wrong}, which no network in a file may do")
+    result = target(*args, **kwargs, **where)
     pick = node.attributes["pick"]
     if pick is None:
         return result  # type: ignore[no-any-return]  # a function of torch, its results were checked by the schema
