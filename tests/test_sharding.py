@@ -84,6 +84,18 @@ def test_larger_images_are_resized(tmp_path: Path) -> None:
         (tmp_path / part / "a/large.png").write_bytes(encoded(4, 30, 60, "PNG"))
     written = write_shards(tmp_path, tmp_path / "out", size=20)
     assert (written.images, len(written.undecodable)) == (6, 2)
+    (tmp_path / "out/test-000000.tar").unlink()
+    for _ in range(2):  # one of the two is there, and then both
+        again = write_shards(tmp_path, tmp_path / "out", size=20)
+        assert (again.images, again.shards, len(again.undecodable)) == (6, 2, 2)
+    assert sorted(text.split(":")[0] for text in again.undecodable) == [
+        str(tmp_path / part / "a/spoilt.jpg") for part in ("test", "train")
+    ]
+    whole = (tmp_path / "out/test-000000.tar").read_bytes()
+    (tmp_path / "out/test-000000.tar").write_bytes(b"no archive")
+    with pytest.raises(DataError, match=r"test-000000.tar: no readable archive"):
+        write_shards(tmp_path, tmp_path / "out", size=20)
+    (tmp_path / "out/test-000000.tar").write_bytes(whole)
     images = load("shards", tmp_path / "out", 8, stream=True).test.images
     sizes = []
     for place in images.places(torch.arange(3)):

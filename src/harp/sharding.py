@@ -68,7 +68,9 @@ def write_shards(
         ):
             for number, rows in enumerate(_rows(part, len(extents), count)):
                 path = out / f"{part}-{number:06d}.tar"
-                if not path.exists():
+                if path.exists():
+                    left_out += [f"{extents.place(row).name}: left out before" for row in _missing(path, rows)]
+                else:
                     left_out += _write(path, [extents.place(row) for row in rows], rows, labels, encoder)
                 shards, done = shards + 1, done + len(rows)
                 display.count(done, total, path.name)
@@ -116,6 +118,16 @@ def _write(path: Path, places: list[Place], rows: list[int], labels: Integers, e
                 _add(archive, f"{row:08d}.{item[0]}", item[1])
                 _add(archive, f"{row:08d}.cls", str(int(labels[row])).encode())
     return left_out
+
+
+def _missing(path: Path, rows: list[int]) -> list[int]:
+    """Which of the images a finished shard does not have."""
+    try:
+        with tarfile.open(path) as archive:
+            there = {name.partition(".")[0] for name in archive.getnames()}
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{path}: no readable archive ({files.reason(error)}), expected a shard: delete it") from error
+    return [row for row in rows if f"{row:08d}" not in there]
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
