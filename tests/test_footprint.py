@@ -56,8 +56,8 @@ def test_the_arena_is_as_large_as_it_is_said_to_be() -> None:
     for lanes in (1, int(kernels.lanes)):
         builder = Builder(part.stage, lanes, kernels, keep=False)
         builder.forward()
-        assert footprint._regions(part.stage, layouts(part.stage, lanes, int(kernels.lanes))) == builder.arena
-        assert footprint._arena(part, lanes) > 4 * builder.arena
+        assert footprint._regions(part.stage, layouts(part.stage, lanes, int(kernels.lanes))) == builder.arena.size
+        assert footprint._arena(part, lanes) > 4 * builder.arena.size
 
 
 @contextmanager

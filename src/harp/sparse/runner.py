@@ -91,10 +91,10 @@ class Runner:
             builder = Builder(self.stage, lanes, self.kernels, keep=keep)
             ahead = builder.forward()
             back = builder.backward() if keep else None
-            arena = builder.memory(self.threads)
+            memory = builder.arena.memory(self.threads)
             given, made = self.given * lanes, self.made * lanes
-            behind = None if back is None else finished(builder, back, arena, (made, 0, given))
-            self._codes[lanes, keep] = builder, finished(builder, ahead, arena, (given, 0, made)), behind
+            behind = None if back is None else finished(builder.arena, back, memory, (made, 0, given))
+            self._codes[lanes, keep] = builder, finished(builder.arena, ahead, memory, (given, 0, made)), behind
         return self._codes[lanes, keep]
 
 
@@ -134,9 +134,9 @@ class Learner(Runner):
         if (lanes, deeper) not in self._learning:
             builder = Builder(self.stage, lanes, self.kernels, keep=False)
             steps = builder.learning(deeper=deeper)
-            arena = builder.memory(self.threads)
+            memory = builder.arena.memory(self.threads)
             sizes = self.made * lanes, self.given * lanes, self.given * lanes if deeper else 0
-            self._learning[lanes, deeper] = builder, finished(builder, steps, arena, sizes)
+            self._learning[lanes, deeper] = builder, finished(builder.arena, steps, memory, sizes)
         return self._learning[lanes, deeper]
 
 
