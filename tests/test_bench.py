@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from harp import models, survey
-from harp.bench import fresh, measuring, prepared
+from harp.bench import clock, fresh, measuring, prepared
 from harp.bench.clock import latencies
 from harp.bench.prepared import Prepared
 from harp.bench.runtimes import RUNTIMES, Runtime
@@ -95,7 +97,7 @@ def test_a_fresh_process_tells_seconds_and_memory_and_needs_no_torch(made: Prepa
     found = fresh.measure("sparse", made.files["sparse"], images, 1)
     assert all(found[key] > 0 for key in ("import_seconds", "open_seconds", "first_seconds"))
     if sys.platform == "linux":
-        assert 10_000_000 < found["peak_bytes"] < 200_000_000, "not that of this process, which has torch"
+        assert 0 < found["peak_bytes"] < fresh.most_resident(), "not that of this process, which has torch"
         assert 0 <= found["added_bytes"] < found["peak_bytes"]
     code = "import sys; from harp.bench import fresh; fresh.main(*sys.argv[1:]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, "sparse", str(made.files["sparse"]), str(images), "1"], check=True)
@@ -121,7 +123,9 @@ def test_ways_take_turns_and_are_all_called_as_often() -> None:
     assert turns[:6] == [*"abc", *"abc"], "the first calls are for warming up, then the turns begin"
 
 
-def test_quick_ways_are_timed_several_times_a_turn() -> None:
+def test_quick_ways_are_timed_several_times_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = count()
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-5))
     turns: list[str] = []
     latencies({"quick": lambda: None}, 100, lambda name, done: turns.append(name))
     assert len(turns) == 1

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def masked(shape: tuple[int, ...], density: float, seed: int = 0) -> tuple[Tenso
 def same(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
     """Equal in type, shape and every bit."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@contextmanager
+def at_most(size: int, what: str = "") -> Iterator[None]:
+    """No more than so many bytes of memory are taken at any moment."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < size, what
+    finally:
+        tracemalloc.stop()
 
 
 def sealed(
@@ -405,13 +417,8 @@ def test_any_bytes_in_a_section_are_values_or_refused(data: st.DataObject, store
 def test_headers_that_lie_are_refused_without_memory(changes: Mapping[str, Any]) -> None:
     data = bytes([0, 0]) * 40
     content = sealed([entry(data, **changes)], data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(BadFile) as refused:
-            read(content)
-        assert tracemalloc.get_traced_memory()[1] < (1 << 20) + 64 * len(content)
-    finally:
-        tracemalloc.stop()
+    with at_most((1 << 20) + 64 * len(content)), pytest.raises(BadFile) as refused:
+        read(content)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
@@ -426,25 +433,15 @@ def test_claims_of_many_values_are_refused_without_memory() -> None:
     }
     for name, (data, changes) in sections.items():
         content = sealed([entry(data, shape=[count], **changes)], data)
-        tracemalloc.start()
-        try:
-            with pytest.raises(BadFile):
-                read(content)
-            assert tracemalloc.get_traced_memory()[1] < 1 << 20, name
-        finally:
-            tracemalloc.stop()
+        with at_most(1 << 20, name), pytest.raises(BadFile):
+            read(content)
 
 
 def test_more_positions_than_are_told_are_counted_before_they_are_read() -> None:
     data = bytes([0]) + b"\xff" * 300_000 + ONE
     content = sealed([entry(data, shape=[3_000_000], nonzeros=1, index=300_001)], data)
-    tracemalloc.start()
-    try:
-        with pytest.raises(BadFile, match="1 positions expected, 2400000 found"):
-            read(content)
-        assert tracemalloc.get_traced_memory()[1] < 12 * len(content)
-    finally:
-        tracemalloc.stop()
+    with at_most(12 * len(content)), pytest.raises(BadFile, match="1 positions expected, 2400000 found"):
+        read(content)
 
 
 ONE = coding.planes(np.array([1.5], np.float32))
@@ -513,11 +510,8 @@ def test_one_weight_in_a_huge_tensor_is_read_only_sparsely_or_within_the_limit()
     content = sealed([entry(data, shape=[2**20, 2**20], nonzeros=1, index=len(index))], data)
     _, found = read_sparse(content)
     assert found["w"].indices is not None and found["w"].indices.tolist() == [2**39 + 5]
-    tracemalloc.start()
-    with pytest.raises(BadFile, match="limit"):
+    with at_most(1 << 20), pytest.raises(BadFile, match="limit"):
         read(content)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
     dense = encode({"w": torch.ones(1000)}, {}, {})
     assert read(dense, limit=4000)[1]["w"].sum() == 1000
     for call in (read, read_sparse):
@@ -527,11 +521,8 @@ def test_one_weight_in_a_huge_tensor_is_read_only_sparsely_or_within_the_limit()
 
 def test_deflated_headers_do_not_explode() -> None:
     bomb = zlib.compress(b'{"tensors": [], "x": "' + b"x" * (1 << 24) + b'"}', 9)
-    tracemalloc.start()
-    with pytest.raises(BadFile):
+    with at_most(4 * reader.LARGEST_HEADER), pytest.raises(BadFile):
         read(sealed(None, text=bomb, packing=1))
-    assert tracemalloc.get_traced_memory()[1] < 4 * reader.LARGEST_HEADER
-    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The sparse engine: the same answers and gradients as torch, for any network, number of images and of threads."""
 
 import gc
+import statistics
 import threading
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -361,8 +363,10 @@ def test_ten_thousand_calls_leave_no_memory_behind() -> None:
             engine.backward(trace, logits)
 
     many(2000)
-    gc.collect()
-    before = resident()
-    many(10_000)
-    gc.collect()
-    assert resident() - before < 200  # pages of 4 KiB
+    pages = []
+    for _ in range(6):
+        gc.collect()
+        pages.append(resident())
+        many(2000)
+    # The median: what others in this process take or give back at once is no matter.
+    assert statistics.median(later - earlier for earlier, later in pairwise(pages)) < 40, pages  # of 4 KiB
