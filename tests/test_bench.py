@@ -111,6 +111,12 @@ def test_a_file_that_a_fresh_process_can_not_open_is_one_line(tmp_path: Path) ->
     assert "\n" not in str(error.value)
 
 
+def test_a_process_that_does_not_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "PATIENCE", 0.01)
+    with pytest.raises(CheckpointError, match=r"has not predicted with .* in 0\.01 seconds"):
+        fresh.measure("sparse", tmp_path / "a.harp", tmp_path / "x.npy", 1)
+
+
 def test_ways_take_turns_and_are_all_called_as_often() -> None:
     calls: list[str] = []
     shown: list[tuple[str, int]] = []

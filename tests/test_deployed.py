@@ -436,6 +436,23 @@ def test_onnx_finds_the_run_that_its_manifest_names(harp: Harp, run: Path, tmp_p
     assert "warning: agreement" in err and "warning: integrity" in err
 
 
+def test_a_manifest_that_lists_others_is_not_taken(
+    harp: Harp, network: nn.Module, captured: Captured, tmp_path: Path
+) -> None:
+    wrong = {"architecture": {"name": "vgg16"}, "data": "cifar10", "files": {"new.harp": {"sha256": "0" * 64}}}
+    (tmp_path / "manifest.json").write_text(json.dumps(wrong))
+    path = write_harp(tmp_path / "old.harp", captured, network, data="digits")
+    origin = deployed.origin_of(opened(path))
+    assert origin.unlisted and origin.data == "digits" and "architecture" not in origin.told
+    code, out, err = harp("evaluate", str(path), "--examples", "9", "--attack", "square-3", "--json")
+    assert code == 0 and "does not list it" in err, err
+    (found,) = (check for check in json.loads(out)["checks"] if check["check"] == "integrity")
+    assert found["verdict"] == "look" and "does not list it" in found["text"]
+    bare = write_harp(tmp_path / "bare.harp", captured, network)
+    code, _, err = harp("evaluate", str(bare), "--examples", "9")
+    assert code == 2 and "the manifest beside it does not list it, add --data" in err
+
+
 def test_the_run_of_a_file_is_found_by_name_or_recipe(
     run: Path, network: nn.Module, captured: Captured, tmp_path: Path
 ) -> None:

@@ -336,3 +336,36 @@ def test_a_second_export_adds_to_the_first(
     assert manifest["files"]["network.harp"]["values"] == "f32"
     (out / "network.safetensors").write_bytes(b"something else")
     assert list(making.export(subject, out, ["sparse"])["files"]) == ["network.harp"]
+
+
+class Noting(Quiet):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_an_export_of_another_network_leaves_nothing_of_the_first(
+    weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(making, "ask", lambda *_: asking.Checked(1, 0.0, 0, False))
+    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    out = tmp_path / "out"
+    making.export(subject, out, ["sparse", "safetensors", "torch-export"])
+    (out / "network.pt2").write_bytes(b"changed by somebody")
+    with torch.no_grad():
+        next(subject.model.parameters()).mul_(0.5)
+    said = Noting()
+    manifest = making.export(subject, out, ["sparse"], display=said)
+    assert list(manifest["files"]) == ["network.harp"]
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "network.harp", "network.pt2"]
+    assert [note for note in said.notes if note.startswith("removed network.safetensors: of another network")]
+
+
+def test_a_check_that_does_not_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "PATIENCE", 0.01)
+    with pytest.raises(ModelError, match=r"sparse file has not answered 2 images in 0\.01 seconds"):
+        asking.ask("sparse", tmp_path / "a.harp", torch.zeros(2, 1), torch.zeros(2, 1), {})

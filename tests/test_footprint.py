@@ -183,11 +183,14 @@ def test_deep_networks_take_what_they_hold_at_a_time() -> None:
         footprint.check(Network(graph, tensors), 1 << 20)
 
 
-@engine
-def test_work_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = Network(*resnet152(64))
-    monkeypatch.setattr(footprint, "_MOST_WORK", 1000)
-    with pytest.raises(BadFile, match="multiplications"):
+@pytest.mark.parametrize("kernels", [native.kernels(), None])
+def test_work_without_end_is_refused(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "kernels", lambda: kernels)
+    graph = Graph.from_dict({"nodes": conv([1, 9, 9], [1, 7, 7], 3)[0]})
+    network = Network(graph, {"a": np.ones((1, 1, 3, 3), np.float32)})
+    footprint.check(network, 1 << 40)
+    monkeypatch.setattr(footprint, "_MOST_WORK", 49 * 9 - 1)
+    with pytest.raises(BadFile, match="441 multiplications"):
         footprint.check(network, 1 << 40)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from harp.errors import CheckpointError
 
-_PATIENCE = 600.0  # seconds
+PATIENCE = 600.0
+"""Seconds that a process of its own may take to open a file and answer."""
 
 
 def measure(runtime: str, file: Path, images: Path, threads: int) -> dict[str, Any]:
@@ -26,7 +27,10 @@ def measure(runtime: str, file: Path, images: Path, threads: int) -> dict[str, A
     # At this point a parent's settings are none of the child's: one that counts threads must get its own.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "harp.bench.fresh", runtime, str(file), str(images), str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{runtime} has not predicted with {file} in {PATIENCE:g} seconds") from error
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CheckpointError(f"{runtime} can't use {file} in a process of its own: {lines[-1]}")

@@ -58,6 +58,8 @@ def evaluate(
     artefact = deployed.opened(path)
     origin = deployed.origin_of(artefact)
     subjects = deployed.prepared(artefact, origin, data_name=data, data_dir=data_dir, twin=twin, weights=weights)
+    if origin.unlisted:
+        display.note(f"the manifest beside {path.name} does not list it: it is taken for another network's")
     if subjects.remark:
         display.note(subjects.remark)
     ball = Ball(subjects.threat.epsilon if wish is None else wish, wishes.norm or subjects.threat.norm)

@@ -22,6 +22,7 @@ class Origin:
 
     told: Mapping[str, Any]  # the manifest's content
     run: Path | None  # the folder of the run, if it is at hand
+    unlisted: bool = False  # whether there is a manifest beside the file that lists others only
 
     @property
     def recipe(self) -> Recipe | None:
@@ -47,11 +48,7 @@ class Origin:
 
     def sha256_of(self, name: str) -> str | None:
         """The hash that the manifest gives a file."""
-        listed = self.told.get("files")
-        entries = listed if isinstance(listed, list) else []
-        if isinstance(listed, dict):
-            entries = [{"name": key, **each} for key, each in listed.items() if isinstance(each, dict)]
-        found = [each.get("sha256") for each in entries if isinstance(each, dict) and each.get("name") == name]
+        found = [each.get("sha256") for each in _listed(self.told) if each.get("name") == name]
         return str(found[0]) if found and found[0] else None
 
 
@@ -59,8 +56,19 @@ def origin_of(artefact: Artefact) -> Origin:
     """What the manifest beside an artefact says, or else its own header, and the run's folder, if it is near."""
     path = artefact.path.parent / FILE
     told = _json(path) if path.is_file() else artefact.header
+    listed = _listed(told)
+    unlisted = bool(listed) and all(each.get("name") != artefact.path.name for each in listed)
+    told = artefact.header if unlisted else told  # what it says is of another network, for all that is known
     told = {**told, **told["manifest"]} if isinstance(told.get("manifest"), dict) else told
-    return Origin(told, _run(artefact.path.resolve().parent, told))
+    return Origin(told, _run(artefact.path.resolve().parent, told), unlisted)
+
+
+def _listed(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The files of a manifest, each with its name."""
+    listed = told.get("files")
+    if isinstance(listed, dict):
+        return [{"name": key, **each} for key, each in listed.items() if isinstance(each, dict)]
+    return [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
 
 
 def _run(folder: Path, told: Mapping[str, Any]) -> Path | None:

@@ -61,7 +61,8 @@ def prepared(
     made = None if run is None else recipe.load(run / "recipe.yaml")
     name = data_name or origin.data or (made.data.name if made is not None else None)
     if name is None:
-        raise RecipeError(f"no data set for {artefact.path.name}: no manifest or run says it, add --data")
+        why = "the manifest beside it does not list it" if origin.unlisted else "no manifest or run says it"
+        raise RecipeError(f"no data set for {artefact.path.name}: {why}, add --data")
     source = data.load(name, data_dir, **({} if made is None else made.data.loading()))
     _check(artefact, source)
     chosen = _named(twin, weights, origin, source, name, data_dir) if twin is not None else None

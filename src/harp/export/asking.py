@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 import harp
+from harp.bench.fresh import PATIENCE
 from harp.errors import ModelError
 
 BOUND = 1e-5
@@ -47,10 +48,14 @@ def ask(form: str, path: Path, images: Tensor, expected: Tensor, about: dict[str
         # The same package as this one, wherever it was found; -P: what lies in the working folder is no module.
         home = str(Path(harp.__file__).resolve().parent.parent)
         paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "harp.export.verify", form, str(path), str(questions)],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-P", "-m", "harp.export.verify", form, str(path), str(questions)], timeout=PATIENCE,
+                capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            told = f"{len(images)} images in {PATIENCE:g} seconds: it can't be checked, nothing was written"
+            raise ModelError(f"the {form} file has not answered {told}") from error
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise ModelError(f"the {form} file can't be used by another process: {lines[-1][:300]}")

@@ -86,7 +86,13 @@ def export(
     manifest = {**facts, "dense_bytes": subject.dense_bytes, "files": made}
     for key, value in _earlier(folder, manifest).items():
         manifest[key] = {**value, **manifest[key]} if key == "files" else manifest.get(key, value)
+    others = _of_another(folder, manifest)
     files.write_json(folder / MANIFEST, manifest)
+    for path in others:
+        path.unlink(missing_ok=True)
+    if others:
+        gone = ", ".join(path.name for path in others)
+        display.note(f"removed {gone}: of another network, exported to {folder} before")
     return manifest
 
 
@@ -167,18 +173,32 @@ def _facts(subject: Subject) -> dict[str, Any]:
 
 def _earlier(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """What an earlier export of the same network left: files that are still what they were, accuracies."""
+    told, kept = _told(folder)
+    if not kept or told["provenance"]["network"] != manifest["provenance"]["network"]:
+        return {}
+    return {"files": kept} | ({"codings": told["codings"]} if "codings" in told else {})
+
+
+def _of_another(folder: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Files that an earlier export of another network left: beside the new manifest they would seem to be its own."""
+    told, left = _told(folder)
+    if not left or told["provenance"]["network"] == manifest["provenance"]["network"]:
+        return []
+    return [folder / name for name in left if name not in manifest["files"]]
+
+
+def _told(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest that is there, and of its files those that are still what it says."""
     try:
         told = json.loads((folder / MANIFEST).read_text("utf-8"))
-        if told["provenance"]["network"] != manifest["provenance"]["network"]:
-            return {}
-        kept = {
+        assert isinstance(told["provenance"]["network"], str)
+        return told, {
             name: entry
             for name, entry in told["files"].items()
             if Path(name).name == name and (folder / name).is_file() and _digest(folder / name) == entry["sha256"]
         }
-        return {"files": kept} | ({"codings": told["codings"]} if "codings" in told else {})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not one of ours
-        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):  # none, or not one of ours
+        return {}, {}
 
 
 def _digest(path: Path) -> str:

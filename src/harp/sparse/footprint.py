@@ -56,6 +56,8 @@ def check(network: Network, limit: int) -> None:
             made = {name: 4 * math.prod(value.size) for name, value in part.stage.outputs.items()}
         else:
             made = {part.name: _RESULT * math.prod(map(abs, shapes[part.name]))}
+            if part.op in ("conv", "linear"):
+                work += math.prod(network.shape_of(part.tensors["weight"])) * math.prod(part.shape[1:])
         sizes |= made
         held += sum(made.values())
         between = max(between, held)

@@ -87,6 +87,10 @@ class Network:
         """For each part, the results that nobody reads after it."""
         return self._done
 
+    def shape_of(self, tensor: str) -> tuple[int, ...]:
+        """The shape of a tensor that torch computes with."""
+        return tuple(self._tensors[tensor].shape)
+
     @property
     def native_share(self) -> float:
         """The share of the graph's nodes that native code computes."""
