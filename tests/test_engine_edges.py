@@ -137,7 +137,7 @@ def test_what_comes_back_must_fit_what_went_forward() -> None:
             network.backward(trace, wrong)
     with pytest.raises(DataError, match="keep=True"):
         network.backward(network.forward(x)[1], logits)
-    longer = network.forward(np.concatenate([x, x]), keep=True)[1]
+    longer = network.forward(np.concatenate([x] * 5), keep=True)[1]
     for kept in ({}, {0: []}, {0: [each[:1] for each in trace.kept[0]]}, longer.kept):
         with pytest.raises(DataError, match="not that of 5 images"):
             network.backward(replace(trace, kept=kept), logits)

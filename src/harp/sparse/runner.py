@@ -35,12 +35,16 @@ class Runner:
 
     def forward(self, x: Array, *, keep: bool) -> tuple[Array, Kept]:
         """Rows of inputs to rows of outputs; what the way back needs, if it is to be kept."""
+        _check_rows(x, self.given)
         kept: Kept = []
         made = self._run(x, np.empty((len(x), self.made), np.float32), kept, keep=keep, back=False)
         return made, kept
 
     def backward(self, gradient: Array, kept: Kept) -> Array:
         """The gradients of the outputs to those of the inputs."""
+        _check_rows(gradient, self.made)
+        if len(kept) != sum(map(bool, divmod(len(gradient), self.lanes))):
+            raise _foreign(len(gradient))
         made = np.empty((len(gradient), self.given), np.float32)
         return self._run(gradient, made, kept, keep=True, back=True)
 
@@ -56,7 +60,6 @@ class Runner:
         return _restored, (type(self), self.stage, self.threads)
 
     def _run(self, x: Array, y: Array, kept: Kept, *, keep: bool, back: bool) -> Array:
-        _check_rows(x, self.made if back else self.given)
         for number, (lanes, (given, made)) in enumerate(self._groups(x, y)):
             _, ahead, behind = self._code(lanes, keep)
             code = behind if back else ahead
@@ -64,8 +67,8 @@ class Runner:
             count = len(given) // lanes
             if not back:
                 kept.append(np.empty(count * code.program.kept, np.uint8))
-            elif number >= len(kept) or kept[number].nbytes != count * code.program.kept:
-                raise DataError(f"what was kept on the way forward is not that of {len(x)} images of this network")
+            elif kept[number].nbytes != count * code.program.kept:
+                raise _foreign(len(x))
             given_at, made_at, kept_at = native.address(given), native.address(made), native.address(kept[number])
             native.run(code.program, count, self.threads, given_at, made_at, kept_at)
         return y
@@ -145,6 +148,10 @@ def _restored(kind: type[Runner], stage: Stage, threads: int) -> Runner:
     if fit is None:
         raise RecipeError("a network that native code computes was copied to where there is none: load its file there")
     return kind(stage, fit, threads)
+
+
+def _foreign(count: int) -> DataError:
+    return DataError(f"what was kept on the way forward is not that of {count} images of this network")
 
 
 def _check_rows(array: Array, size: int) -> None:
