@@ -10,7 +10,7 @@ import harp
 SOURCE = Path(harp.__file__).parent
 LAYERS = [
     {"errors", "seeds", "display", "confidence"},
-    {"files", "processes", "normalize", "readers", "modes", "schedules", "standings", "energy"},
+    {"files", "processes", "normalize", "loaders", "readers", "modes", "schedules", "standings", "energy"},
     {"seal", "plain", "finite"},
     {"compact", "streaming"},
     {"sparse"},
