@@ -5,12 +5,14 @@ the process, which other programs disturb least, and the wall clock, which alone
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from harp.bench.measuring import cpu_name
+
+__all__ = ["Times", "cpu_name", "interleaved", "load"]
 
 
 @dataclass
@@ -50,16 +52,6 @@ def interleaved(
             times[name].wall.append(time.perf_counter() - wall)
             on_measured(name, repeat, times[name].wall[-1])
     return times
-
-
-def cpu_name() -> str:
-    """The model name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def load() -> float | None:

@@ -54,7 +54,7 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("not today")
 
-    monkeypatch.setattr(prepared, "export_onnx", refuse)
+    monkeypatch.setattr(prepared, "write_onnx", refuse)
 
 
 def test_every_runtime_computes_the_same_network(made: Prepared, quick: None) -> None:
@@ -186,7 +186,7 @@ def test_what_can_not_be_written_as_onnx_leaves_a_note(monkeypatch: pytest.Monke
     found = prepared.of_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).eval(), torch.rand(2, 3, 2, 2), tmp_path)
     assert set(found.files) == {"sparse", "torch"}
     if RUNTIMES["onnxruntime"].version:
-        assert "can't be written as ONNX: division by zero" in found.notes[-1]
+        assert "ONNX can't hold the model: division by zero" in found.notes[-1]
 
 
 @pytest.mark.parametrize("units", [{}, {"kind": "channels"}], ids=["weights", "channels"])

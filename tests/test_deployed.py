@@ -18,7 +18,6 @@ from harp.attacks import Apgd, Ball, Pgd, Square
 from harp.deployed import manifest, twin, verdicts
 from harp.deployed.opening import Artefact, opened
 from harp.deployed.queried import Queried
-from harp.deployed.sparse_file import InTorch
 from harp.display import Quiet
 from harp.errors import CheckpointError, DataError, HarpError, Interrupted, ModelError
 from harp.frozen import frozen
@@ -27,6 +26,7 @@ from harp.report import collect
 from harp.sparse import reference, storing
 from harp.sparse.capture import Captured, capture
 from harp.sparse.graph import Graph
+from harp.sparse.in_torch import InTorch
 from tests import cases, finished_run
 from tests.conftest import Harp
 

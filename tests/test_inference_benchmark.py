@@ -26,7 +26,7 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("not today")
 
-    monkeypatch.setattr(prepared, "export_onnx", refuse)
+    monkeypatch.setattr(prepared, "write_onnx", refuse)
 
 
 def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

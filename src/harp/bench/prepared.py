@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,11 @@ from torch import Tensor, nn
 
 from harp import artefact, checkpoint, compact, files, finished, models, survey
 from harp.bench.runtimes import RUNTIMES
-from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
-from harp.sparse import reference
+from harp.errors import CheckpointError, HarpError, RecipeError
+from harp.export.formats import write_onnx
 from harp.sparse.capture import capture
 from harp.sparse.graph import Graph
+from harp.sparse.in_torch import InTorch
 from harp.sparse.loading import GENEROUS, load
 from harp.sparse.storing import pack
 
@@ -108,20 +108,6 @@ def of_onnx(path: Path) -> Prepared:
     return Prepared(tuple(shape), there, _onnx_bytes(path), [f"{path.name} is measured as it is: no other runtime"])
 
 
-class _Twin(nn.Module):
-    """A graph with its tensors as a module of torch."""
-
-    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.graph, self.names = graph, list(tensors)
-        for number, tensor in enumerate(tensors.values()):
-            self.register_buffer(f"tensor_{number}", tensor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of images."""
-        return reference.run(self.graph, {name: self.get_buffer(f"tensor_{n}") for n, name in enumerate(self.names)}, x)
-
-
 def _beside(sparse: Path, graph: Graph, tensors: Mapping[str, Tensor], folder: Path, dense_bytes: int) -> Prepared:
     """The file of the engine, and the same network for torch and as ONNX."""
     dense = folder / "dense.safetensors"
@@ -133,35 +119,11 @@ def _beside(sparse: Path, graph: Graph, tensors: Mapping[str, Tensor], folder: P
         notes.append(f"not installed, not measured: {', '.join(missing)}")
     if there:
         try:
-            export_onnx(_Twin(graph, tensors).eval(), graph.input_shape, folder / "dense.onnx")
+            write_onnx(folder / "dense.onnx", InTorch(graph, tensors).eval(), torch.rand(2, *graph.input_shape))
             made |= dict.fromkeys(there, folder / "dense.onnx")
         except HarpError as error:
             notes.append(f"not measured: {', '.join(there)}; {error}")
     return Prepared(tuple(graph.input_shape), made, dense_bytes, notes)
-
-
-def export_onnx(model: nn.Module, shape: tuple[int, ...], path: Path) -> None:
-    """Write a model in eval mode as ONNX, for any number of images."""
-    batch = {0: torch.export.Dim("batch", min=1, max=1 << 16)}
-    try:
-        import onnx  # noqa: F401
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra('onnx and onnxscript are not installed: pip install "harp-prune[export]"') from error
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                model,
-                (torch.rand(2, *shape),),
-                path,
-                dynamic_shapes=(batch,),
-                dynamo=True,
-                verbose=False,
-                external_data=False,
-            )
-    except Exception as error:  # the exporter may raise anything
-        raise ModelError(f"the network can't be written as ONNX: {_line(error)}") from error
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> int:

@@ -4,34 +4,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from harp import assess
 from harp.compact.reader import read
 from harp.display import Quiet
 from harp.errors import CheckpointError
 from harp.export.subject import Subject
-from harp.sparse import reference
 from harp.sparse.capture import Captured
 from harp.sparse.graph import Graph
+from harp.sparse.in_torch import InTorch
 from harp.sparse.storing import pack
 
 CODINGS = ("f32", "f16", "int8")
 ATTACK = "pgd-20"
-
-
-class Twin(nn.Module):
-    """A graph and its tensors as a module of torch."""
-
-    def __init__(self, graph: Graph, tensors: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.graph, self.names = graph, list(tensors)
-        for number, tensor in enumerate(tensors.values()):  # their own names may have dots
-            self.register_buffer(f"tensor{number}", tensor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits."""
-        return reference.run(self.graph, dict(zip(self.names, self.buffers(), strict=True)), x)
 
 
 def packed(captured: Captured, subject: Subject, header: dict[str, Any], values: str) -> bytes:
@@ -45,10 +30,10 @@ def packed(captured: Captured, subject: Subject, header: dict[str, Any], values:
         return pack(*parts, others="f32")
 
 
-def twin(graph: Graph, content: bytes) -> Twin:
+def twin(graph: Graph, content: bytes) -> InTorch:
     """The network that a file holds, with its rounded numbers."""
     _, tensors = read(content, limit=1 << 40)
-    return Twin(graph, {name: torch.from_numpy(np.asarray(tensors[name])) for name in graph.tensor_names()}).eval()
+    return InTorch(graph, {name: torch.from_numpy(np.asarray(tensors[name])) for name in graph.tensor_names()}).eval()
 
 
 def accuracies(captured: Captured, subject: Subject, examples: int | None, display: Quiet) -> list[dict[str, Any]]:

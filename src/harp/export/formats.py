@@ -2,9 +2,7 @@
 
 import importlib.util
 import io
-import logging
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from harp import checkpoint
 from harp.errors import MissingExtra, ModelError, RecipeError
 from harp.files import reason
 from harp.modes import slow_attention
-from harp.sparse.capture import exported
+from harp.sparse.capture import exported, quiet
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,12 @@ def check(names: list[str]) -> None:
 
 def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Write a model as ONNX; the opset that it uses."""
-    import onnx
-
-    with _quiet(), slow_attention():
+    try:
+        import onnx
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra('onnx and onnxscript are not installed: pip install "harp-prune[export]"') from error
+    with quiet(), slow_attention():
         program = exported(model, images[:2])
         with _explained("ONNX can't hold the model"):
             made = torch.onnx.export(
@@ -83,7 +84,7 @@ def _name_batch(graph: Any) -> None:
 def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Write a model as a program of `torch.export`."""
     buffer = io.BytesIO()
-    with _quiet(), slow_attention():
+    with quiet(), slow_attention():
         torch.export.save(exported(model, images[:2]), buffer)
     path.write_bytes(buffer.getvalue())
     return {"torch": str(torch.__version__)}
@@ -100,22 +101,6 @@ WRITERS: dict[str, Callable[[Path, nn.Module, Tensor], dict[str, Any]]] = {
     "safetensors": write_state,
     "torch-export": write_program,
 }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings of exporters about themselves."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [each.level for each in loggers]
-    for each in loggers:
-        each.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     # The strict way reads the model's Python code: it is slower, but sees that len(x) is the number of images.
     for strict in (False, True):
         try:
-            with _quiet():
+            with quiet():
                 return torch.export.export(model, (example,), dynamic_shapes=dynamic, strict=strict)
         except Exception as error:  # forward may do anything
             first = first or error
@@ -104,7 +104,7 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same without calls that overwrite anything."""
-    with _quiet():
+    with quiet():
         found: torch.export.ExportedProgram = program.run_decompositions({})
     return found
 
@@ -163,7 +163,7 @@ def _line(error: object) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what torch has to say of itself, or prints of a model that it can't export."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
