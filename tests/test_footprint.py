@@ -139,6 +139,16 @@ def test_averages_are_over_what_is_inside_the_image(tmp_path: Path) -> None:
         assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=0)
 
 
+@engine
+def test_many_channels_are_copied_without_a_map_of_all_pairs() -> None:
+    nodes = [{"op": "input", "shape": [20_000]}, {"op": "relu"}, {"op": "concat", "inputs": ["input0", "relu1"]}]
+    network = Network(Graph.from_dict({"nodes": nodes}), {})
+    x = np.linspace(-1, 1, 20_000, dtype=np.float32)[None]
+    with within(1 << 26):
+        found = network(x)
+    assert np.array_equal(found, np.concatenate([x, x.clip(0)], 1))
+
+
 def resnet152(size: int) -> tuple[Graph, dict[str, Weight]]:
     """Its shapes, with two weights a layer."""
     nodes: list[dict[str, Any]] = [{"op": "input", "name": "x", "shape": [3, size, size]}]

@@ -20,7 +20,7 @@ _TAP = 64  # bytes: where it reads, and its weight in the matrices that are made
 _STEP = 2048  # bytes of a step with its arrays, more or less
 _RESULT = 8  # bytes of a number that torch computes: most have four, some are whole numbers
 _FLAGS = 4  # for each channel of a value
-_SAMPLED = 4  # rows of a block, when it is found out how full blocks are
+_MOST_PLACES = 1 << 62  # that a whole number of 64 bits can tell apart
 _FARTHEST = 2**31 - 1  # floats that the native code's offsets reach
 _MOST_WORK = 1 << 40  # multiplications for an image: some minutes
 
@@ -77,8 +77,12 @@ def _arena(runner: Runner, lanes: int) -> int:
     phases = sum(math.prod(each.stride) for each in stage.operations if isinstance(each, Split))
     runs = sum(planes[each.y].size // 4 for each in stage.operations)
     flags = _FLAGS * sum(value.size[0] for value in planes)
-    boxes = max((_box(each) for each in stage.operations if isinstance(each, Product)), default=0)
-    return 4 * _regions(stage, planes) + _STEP * (len(stage.operations) + phases) + runs + flags + boxes
+    for operation in stage.operations:
+        if isinstance(operation, Product) and _places(operation) > _MOST_PLACES:
+            raise BadFile(
+                f"a layer that gives {operation.y.size} is too large for the native code: weights lie too far apart"
+            )
+    return 4 * _regions(stage, planes) + _STEP * (len(stage.operations) + phases) + runs + flags
 
 
 def _regions(stage: Stage, planes: Mapping[Value, Plane]) -> int:
@@ -109,11 +113,10 @@ def _made(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
         yield operation.y, read(operation)
 
 
-def _box(product: Product) -> int:
-    """Bytes of the map of what blocks of rows may read."""
+def _places(product: Product) -> int:
+    """How many places rows could read: a number for each orders the taps."""
     (low, high), (left, right) = product.taps.reach()
-    places = product.taps.planes * (high - low + 1) * (right - left + 1)
-    return -(-product.taps.rows // _SAMPLED) * places
+    return product.taps.rows * product.taps.planes * (high - low + 1) * (right - left + 1)
 
 
 def _work(operation: Operation) -> int:

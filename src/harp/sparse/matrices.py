@@ -18,6 +18,7 @@ FULL_ENOUGH = 0.47
 _CACHE, _LINE = 24 << 10, 16  # bytes of the first level of the cache, floats of a line of it
 _ENOUGH = 8  # taps of a block in a part
 _SAMPLED = 16  # blocks that are looked at to find out
+_ROOM = 64  # bytes of a map for each tap that is looked at
 _FARTHEST = 2**31 - 1
 
 
@@ -63,9 +64,14 @@ def fill(each: Taps) -> float:
     apart = max(1, each.rows // block // _SAMPLED)
     some = each.chosen(np.flatnonzero(each.row // block % apart == 0))
     key, (_, _, tall, wide) = _keys(some, range(each.rows), block)
-    read = np.zeros(-(-each.rows // block) * each.planes * tall * wide, np.bool_)
-    read[key] = True
-    return len(key) / (block * max(1, int(np.count_nonzero(read))))
+    places = -(-each.rows // block) * each.planes * tall * wide
+    if places > _ROOM * len(key):  # a copy of many channels, weights far apart: a map of it could have any size
+        distinct = len(np.unique(key))
+    else:
+        read = np.zeros(places, np.bool_)
+        read[key] = True
+        distinct = int(np.count_nonzero(read))
+    return len(key) / (block * max(1, distinct))
 
 
 def _keys(each: Taps, rows: range, block: int) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
