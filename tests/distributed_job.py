@@ -1,11 +1,12 @@
 """Small trainings, one after the other, that `test_distributed` runs in some processes.
 
-    distributed_job.py OUT DEVICES ACCUMULATE OBJECTIVE STOP [METHOD ...]
+    distributed_job.py OUT DEVICES ACCUMULATE STOP METHOD[/OBJECTIVE[/apart]] ...
 
-STOP is the number of a batch in the second epoch after which the training of each method is stopped and saved beside
-OUT, or 0 to go on from there to the end.
+The objective is PGD unless named; `apart`: batch norms take the statistics of each process's own images. STOP is the
+number of a batch in the second epoch after which the training of each method is stopped and saved beside OUT, or 0 to
+go on from there to the end.
 
-Each process leaves a file: by method the answer, the model, the pruner's state, the budget and which
+Each process leaves a file: by each of these words the answer, the model, the pruner's state, the budget and which
 images are right under attack.
 """
 
@@ -23,7 +24,7 @@ from harp.batches import Batches
 from harp.errors import Interrupted
 from harp.free import FreeTraining
 from harp.keeper import Keeper, Stop
-from harp.objectives import Natural, PgdTraining
+from harp.objectives import FastTraining, Natural, PgdTraining, Trades
 from harp.processes.engine import launch
 from harp.processes.peers import of_this_run
 from harp.pruners import PRUNERS
@@ -48,6 +49,8 @@ OBJECTIVES: dict[str, Any] = {
     "natural": Natural(),
     "pgd": PgdTraining(epsilon=0.1, step=0.05, steps=2),
     "free": FreeTraining(epsilon=0.1, replays=2),
+    "trades": Trades(epsilon=0.1, step=0.05, steps=2),
+    "fast": FastTraining(epsilon=0.1),
 }
 
 
@@ -80,7 +83,10 @@ def network() -> nn.Module:
     return nn.Sequential(Double(), nn.Conv2d(1, 8, 3, stride=2), Shifted2d(8), nn.ReLU(), *linear).double()
 
 
-def train(fabric: Any, method: str, accumulate: int, objective: str, keeper: Keeper, stop_at: int) -> dict[str, Any]:
+def train(fabric: Any, word: str, accumulate: int, keeper: Keeper, stop_at: int) -> dict[str, Any]:
+    method, _, rest = word.partition("/")
+    objective, _, apart = rest.partition("/")
+
     def on_step(record: dict[str, Any]) -> None:
         if stop_at and (record["epoch"], record["step"]) == (1, stop_at):
             keeper.stop.signal = signal.SIGTERM
@@ -89,6 +95,7 @@ def train(fabric: Any, method: str, accumulate: int, objective: str, keeper: Kee
     if fabric.global_rank == 1:
         with torch.no_grad():
             model[1].weight.mul_(3)  # a rank that starts elsewhere must be brought in line
+            model[2].running_mean.add_(1)
     images = torch.rand(64, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     split = Split(images, torch.arange(64) % 4)
     pruner = PRUNERS[method.partition(",")[0]](Weights(model), **METHODS[method])
@@ -96,7 +103,7 @@ def train(fabric: Any, method: str, accumulate: int, objective: str, keeper: Kee
     fitted = fit(
         model,
         Batches(split, 16, seed=0),
-        OBJECTIVES[objective],
+        OBJECTIVES[objective or "pgd"],
         pruner,
         epochs=3,
         lr=0.1,
@@ -104,6 +111,7 @@ def train(fabric: Any, method: str, accumulate: int, objective: str, keeper: Kee
         validate=lambda: {"robust": next(validated)},
         on_step=on_step,
         keeper=keeper,
+        sync_norms=not apart,
         fabric=fabric,
     )
     state = {"model": dict(model.state_dict()), "pruner": dict(pruner.state_dict())}
@@ -118,20 +126,20 @@ def attacked(model: nn.Module, split: Split, attack: Any) -> Tensor:
     return Assault(model, split.images, split.labels, attack, **how).run().right
 
 
-def main(out: str, devices: int, accumulate: int, objective: str, stop_at: int, methods: list[str]) -> None:
+def main(out: str, devices: int, accumulate: int, stop_at: int, words: list[str]) -> None:
     torch.set_num_threads(1)
     fabric = launch("32-true", "cpu", devices)
     found = {}
-    for method in methods:
+    for word in words:
         # With 0 minutes processes ask each other after every step, so that they stop where they are told to.
         often = 0.0 if stop_at else 60.0
-        keeper = Keeper(Path(f"{out}.{method}.state"), Stop(), minutes=often, fabric=fabric)
+        keeper = Keeper(Path(f"{out}.{word.replace('/', '-')}.state"), Stop(), minutes=often, fabric=fabric)
         try:
-            found[method] = train(fabric, method, accumulate, objective, keeper, stop_at)
+            found[word] = train(fabric, word, accumulate, keeper, stop_at)
         except Interrupted:
             continue
     torch.save(found, f"{out}.{fabric.global_rank}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5]), sys.argv[6:] or list(METHODS))
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5:])

@@ -21,9 +21,9 @@ from harp.compare import Comparison
 from harp.display import Quiet
 from harp.errors import BudgetError, Interrupted, RecipeError
 from harp.launchers import local
+from harp.parallel import Task, work
 from harp.pruners import PRUNERS
 from harp.run import Run
-from harp.workers import Task, work
 from tests.conftest import Harp
 from tests.test_cli import RECIPE, refused
 from tests.test_survival import wait_for

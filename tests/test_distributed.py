@@ -24,6 +24,9 @@ ROOT = Path(__file__).parent.parent
 # What two processes find with these is not what one finds.
 APART = {"mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged"}
 MAIN = ("harp", "hydra", "r-admm", "bcs-p")
+OBJECTIVES = ("harp/trades", "harp/fast")
+OWN_NORMS = "harp/trades/apart"  # each process normalises by its own images
+ALL = (*METHODS, *OBJECTIVES, OWN_NORMS)
 
 States = dict[str, dict[str, Any]]
 
@@ -32,7 +35,8 @@ def run(*command: str, folder: Path, code: int = 0) -> subprocess.CompletedProce
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == code, done.stderr[-3000:]
     return done
@@ -43,12 +47,11 @@ def job(
     processes: int,
     *methods: str,
     accumulate: int = 1,
-    objective: str = "pgd",
     stop_at: int = 0,
     torchrun: bool = False,
 ) -> list[States]:
-    """The states that each process ends with; without names those of all methods."""
-    words = str(folder / "out"), str(processes), str(accumulate), objective, str(stop_at)
+    """The states that each process ends with."""
+    words = str(folder / "out"), str(processes), str(accumulate), str(stop_at)
     script = [str(ROOT / "tests" / "distributed_job.py"), *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run(sys.executable, *(launcher if torchrun else []), *script, *methods, folder=folder)
@@ -57,12 +60,12 @@ def job(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> States:
-    return job(tmp_path_factory.mktemp("alone"), 1)[0]
+    return job(tmp_path_factory.mktemp("alone"), 1, *ALL)[0]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[States]:
-    return job(tmp_path_factory.mktemp("pair"), 2)
+    return job(tmp_path_factory.mktemp("pair"), 2, *ALL)
 
 
 def assert_same(state: Any, other: Any, **tolerance: float) -> None:
@@ -85,7 +88,7 @@ ROUNDING = {"rtol": 1e-7, "atol": 1e-9}
 SINGLE = {"rtol": 1e-4, "atol": 1e-6}  # of a method whose gates are float32
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL)
 def test_processes_agree_to_the_bit_and_meet_the_budget(pair: list[States], alone: States, method: str) -> None:
     first, second = (states[method] for states in pair)
     assert_same(first, second, **BITS)
@@ -94,9 +97,16 @@ def test_processes_agree_to_the_bit_and_meet_the_budget(pair: list[States], alon
     assert all(not (live[name] & ~mask).any() for name, mask in first["masks"].items())
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in APART])
+@pytest.mark.parametrize("method", [method for method in ALL if method not in (*APART, OWN_NORMS)])
 def test_two_processes_equal_one(pair: list[States], alone: States, method: str) -> None:
     assert_same(pair[0][method], alone[method], **(SINGLE if method == "anp-vs" else ROUNDING))
+
+
+def test_norms_of_each_process_are_those_of_its_own_images(pair: list[States], alone: States) -> None:
+    assert not torch.allclose(
+        pair[0][OWN_NORMS]["model"]["2.running_mean"], alone[OWN_NORMS]["model"]["2.running_mean"]
+    )
+    assert_same(alone[OWN_NORMS], alone["harp/trades"], **BITS)
 
 
 @pytest.mark.slow
@@ -108,12 +118,12 @@ def test_torchrun_is_as_good_a_launcher(tmp_path: Path, alone: States) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("objective", ["natural", "pgd", "free"])
+@pytest.mark.parametrize("objective", ["natural", "pgd", "free", "trades", "fast"])
 def test_nothing_depends_on_the_number_of_processes(tmp_path: Path, objective: str, accumulate: int) -> None:
-    how: dict[str, Any] = {"accumulate": accumulate, "objective": objective}
-    (expected,) = job(tmp_path, 1, *MAIN, **how)
+    words = [f"{method}/{objective}" for method in MAIN]
+    (expected,) = job(tmp_path, 1, *words, accumulate=accumulate)
     for processes in (2, 4):
-        for states in job(tmp_path, processes, *MAIN, **how):
+        for states in job(tmp_path, processes, *words, accumulate=accumulate):
             assert_same(states, expected, **ROUNDING)
 
 
@@ -128,13 +138,14 @@ def test_a_state_goes_on_in_another_number_of_processes(tmp_path: Path, alone: S
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("objective", ["pgd", "free"])
 def test_states_go_on_from_any_number_to_any_other(tmp_path: Path, objective: str) -> None:
+    words = [f"{method}/{objective}" for method in MAIN]
     (tmp_path / "alone").mkdir()
-    (expected,) = job(tmp_path / "alone", 1, *MAIN, objective=objective)
+    (expected,) = job(tmp_path / "alone", 1, *words)
     for before, after in ((1, 4), (4, 1), (2, 4), (4, 2), (1, 2)):
         folder = tmp_path / f"{before}-{after}"
         folder.mkdir()
-        assert job(folder, before, *MAIN, objective=objective, stop_at=3)[0] == {}
-        for states in job(folder, after, *MAIN, objective=objective):
+        assert job(folder, before, *words, stop_at=3)[0] == {}
+        for states in job(folder, after, *words):
             assert_same(states, expected, **ROUNDING)
 
 

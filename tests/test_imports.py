@@ -18,7 +18,7 @@ LAYERS = [
     {"checkpoint", "split", "models"},
     {"states"},
     {"keeper", "metrics", "masks", "sources", "cost", "prunable"},
-    {"units", "readable", "sharding", "data", "attacks", "workers", "picture", "summary"},
+    {"units", "readable", "sharding", "data", "attacks", "parallel", "picture", "summary"},
     {"apportion", "channels", "free", "launchers"},
     {"allocate", "kfac", "batches", "objectives", "standardised", "answers", "doctor", "artefact"},
     {"pruners", "assault"},

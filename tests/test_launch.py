@@ -49,6 +49,11 @@ class Launched:
         pass
 
 
+def test_buffers_are_not_exchanged_with_every_forward_pass() -> None:
+    (name, wish), *more = engine._fabric("32-true", "cpu", Place(1, 2, 1, 2)).strategy._ddp_kwargs.items()
+    assert name in ("broadcast_buffers", "forward_sync_buffers") and wish is False and not more
+
+
 # ---------------------------------------------------------------- precision
 
 

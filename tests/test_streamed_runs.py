@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,28 @@ def test_a_streamed_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> Non
     told = [(folder / "corrupt.txt").read_text().splitlines() for folder in folders]
     assert told and all(line.count("can't be decoded") == 1 for lines in told for line in lines)
     assert all(len(lines) == len(set(lines)) for lines in told)
+
+
+def test_two_processes_share_one_list_of_damaged_images_and_tell_of_each_once(tmp_path: Path) -> None:
+    fill(tmp_path / "pictures")
+    damage(tmp_path / "pictures")
+    one = {**RECIPE, "data": {**RECIPE["data"], "stream": True, "corrupt": 20}, "stages": RECIPE["stages"][:1]}
+    alone = Run(recipe.parse(one), tmp_path / "a", data_dir=tmp_path / "pictures", workers=0)
+    alone.execute()
+    expected = set((alone.stage_folder(0) / "corrupt.txt").read_text().splitlines())
+    assert expected
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(one))
+    words = "run", "r.yaml", "--out", "b", "--data-dir", "pictures", "--workers", "0"
+    devices = "--devices", "2", "--accelerator", "cpu"
+    command = [sys.executable, "-m", "harp", *words, *devices]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    (found,) = tmp_path.glob("b/stages/*-pretrain/corrupt.txt")
+    assert {line.removeprefix("pictures/") for line in found.read_text().splitlines()} == {
+        line.removeprefix(f"{tmp_path}/pictures/") for line in expected
+    }
+    told = [line for line in done.stderr.splitlines() if "takes its place" in line]
+    assert len(told) == len(set(told)) == len(expected), done.stderr
 
 
 def _stages(run: Run) -> list[Path]:

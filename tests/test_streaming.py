@@ -318,6 +318,11 @@ def test_the_next_readable_image_takes_the_place(
     assert len([record for record in caplog.records if "can't be decoded" in record.message]) == 5
     again = Corrupt(30, path=tmp_path / "run/corrupt.txt")
     assert again.found == lines
+    caplog.clear()
+    Corrupt(30, path=tmp_path / "run/corrupt.txt").tell("another process found it")
+    for _ in range(2):
+        again.catch_up()
+    assert [record.message.partition(";")[0] for record in caplog.records] == 2 * ["another process found it"]
 
 
 def test_damaged_images_are_told_though_the_disk_takes_nothing(

@@ -1,6 +1,7 @@
 """Batch norms over several processes are those of one process that sees all images."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,31 @@ def test_buffers_are_shared_from_the_first(ranks: list[dict[str, Any]]) -> None:
             assert torch.equal(found["shared"][name], buffer), name
 
 
-def test_one_value_a_channel_is_refused_as_torch_does(tmp_path: Path) -> None:
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        norm = nn.BatchNorm1d(3)
-        with pytest.raises(ValueError, match="more than one value"):
-            Synchronised(copy.deepcopy(norm))(torch.rand(1, 3))
-        x = torch.rand(4, 3)
-        torch.testing.assert_close(Synchronised(copy.deepcopy(norm))(x), norm(x))
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_host_does_not_wait_for_the_device(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number that is read from a GPU is a stop, here for every batch norm of every pass."""
+
+    def read(*arguments: Any) -> None:
+        raise AssertionError("a number was read")
+
+    norm, x = nn.BatchNorm1d(3), torch.rand(4, 3, requires_grad=True)
+    with monkeypatch.context() as patch:
+        for name in ("item", "__float__", "__int__", "__bool__", "tolist", "cpu", "numpy"):
+            patch.setattr(Tensor, name, read)
+        Synchronised(norm)(x).square().sum().backward()
+    assert x.grad is not None
+
+
+def test_one_value_a_channel_is_refused_as_torch_does(group: None) -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="more than one value"):
+        Synchronised(copy.deepcopy(norm))(torch.rand(1, 3))
+    x = torch.rand(4, 3)
+    torch.testing.assert_close(Synchronised(copy.deepcopy(norm))(x), norm(x))

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harp import __version__, assess, data, files, folders, narrow, picture, pipeline, standings, summary, workers
+from harp import __version__, assess, data, files, folders, narrow, parallel, picture, pipeline, standings, summary
 from harp.display import Quiet
 from harp.errors import RecipeError
 from harp.keeper import Stop
@@ -63,10 +63,10 @@ class Comparison:
         *,
         data_dir: Path | None = None,
         display: Quiet | None = None,
-        loaders: int | None = None,
+        workers: int | None = None,
     ) -> None:
         base = study.recipe
-        self.loaders = loaders  # processes that decode images ahead of each training process
+        self.workers = workers  # processes that decode images ahead of each training process
         self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
         if not base.evaluate.attacks:
             raise RecipeError("evaluate.attacks is empty: methods are compared by the accuracy under its last attack")
@@ -125,7 +125,7 @@ class Comparison:
         return Entry(f"{name}-seed{seed}", label, keep, made, self.root / folders.name(made, contents))
 
     def execute(
-        self, jobs: int = 1, start: workers.Start | None = None, *, devices: int = 1, stop: Stop | None = None
+        self, jobs: int = 1, start: parallel.Start | None = None, *, devices: int = 1, stop: Stop | None = None
     ) -> dict[str, Any]:
         """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that.
 
@@ -136,7 +136,7 @@ class Comparison:
         entries = {entry.name: entry for entry in self.entries}
         self.write_recipes()
 
-        def harp_run(name: str) -> workers.Process:
+        def harp_run(name: str) -> parallel.Process:
             recipe, log = self._recipe(entries[name]), self._log(entries[name])
             left = math.inf if stop is None else max(1.0, stop.left())
             return local.start(
@@ -146,12 +146,12 @@ class Comparison:
                 log,
                 jobs,
                 devices=devices,
-                workers=self.loaders,
+                workers=self.workers,
                 minutes=left / 60 if left < math.inf else None,
             )
 
-        tasks = [workers.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
-        failed = workers.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
+        tasks = [parallel.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
+        failed = parallel.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
         return self.collect(failed)
 
     def jobs(self, devices: int = 1) -> list[Job]:
@@ -165,7 +165,7 @@ class Comparison:
                     self.root.absolute(),
                     data_dir,
                     devices=devices,
-                    workers=self.loaders,
+                    workers=self.workers,
                 ),
                 self._log(entry).absolute(),
                 entry.finished,

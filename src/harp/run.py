@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from harp import (
 from harp.batches import Augment, Batches, ResizedCrop
 from harp.channels import Channels, Cut, Latency
 from harp.channels.dead import spread_back
-from harp.compacting import compacted
+from harp.compacting import Compacted, compacted
 from harp.display import Quiet
 from harp.errors import Diverged, Interrupted, RecipeError
 from harp.keeper import Keeper, Stop, insist
@@ -224,33 +225,47 @@ class Run:
         if isinstance(self.units, Channels) and self.units.latency is not None and self.fabric.is_global_zero:
             files.write_json(folder / "latency.json", self.units.latency.as_dict())
         pruner = self.pruner(stage, before)
-        total, whole, left = pruner.total, self.model, None
-        if stage.pruner["name"] == "fixed" and stage.compact is not False and self.cut is None and before is not None:
-            macs = self.dense_cost["macs"]
-            left = compacted(self.model, assess.noise_of(self.data), before, macs, self.display.note)
-            pruner = pruner if left is None else pruners.Fixed(Weights(left.model, **self._names()), left.masks)
-            self.model = whole if left is None else left.model
-        keeper = Keeper(
-            folder / "state.pt",
-            self.stop,
-            minutes=self.minutes,
-            keep=self.keep_states,
-            of=folder.name,
-            fabric=self.fabric,
-        )
-        log = MetricsFile(folder)
-        seed = derive(self.recipe.seed, "stage", number)
-        corrupt = Corrupt(len(self.train), self.recipe.data.corrupt, folder / "corrupt.txt")
+        total = pruner.total
+        keeping: dict[str, Any] = {"minutes": self.minutes, "keep": self.keep_states, "fabric": self.fabric}
+        keeper, log = Keeper(folder / "state.pt", self.stop, of=folder.name, **keeping), MetricsFile(folder)
+        with self._compacted(stage, before) as left:
+            if left is not None:
+                pruner = pruners.Fixed(Weights(left.model, **self._names()), left.masks)
+            fitted, spent = self._fit(number, stage, pruner, keeper, log)
+        if self.fabric.is_global_zero:
+            answer = None if stage.pruner["name"] == "dense" else fitted.masks
+            masked = answer if self.cut is None and left is None else before
+            facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
+            facts |= {"seconds": round(fitted.seconds, 1), "energy": spent, "history": fitted.history}
+            kept = self.total if self.cut else total
+            insist(lambda: self._write_stage(folder, masked, kept, facts), stop=self.stop)
+            keeper.states.remove()
+            log.close()
+        self.fabric.barrier()
+
+    @contextmanager
+    def _compacted(self, stage: Stage, before: Masks | None) -> Iterator[Compacted | None]:
+        """For the time of a training with fixed masks, leave out what they make useless, if that is worth it."""
+        if stage.pruner["name"] != "fixed" or stage.compact is False or self.cut is not None or before is None:
+            yield None
+            return
+        whole, macs = self.model, self.dense_cost["macs"]
+        left = compacted(whole, assess.noise_of(self.data), before, macs, self.display.note)
+        self.model = whole if left is None else left.model
+        yield left
+        if left is not None:
+            spread_back(whole, self.model, left.cut)
+            self.model = whole
+
+    def _fit(
+        self, number: int, stage: Stage, pruner: pruners.Pruner, keeper: Keeper, log: MetricsFile
+    ) -> tuple[training.Fitted, dict[str, Any]]:
+        """Train the model; what came of it, and the energy that it took."""
+        seed, settings = derive(self.recipe.seed, "stage", number), stage.optimizer
+        corrupt = Corrupt(len(self.train), self.recipe.data.corrupt, log.path.with_name("corrupt.txt"))
         how: dict[str, Any] = {"augment": self.augment(), "workers": self.workers, "corrupt": corrupt}
         batches = Batches(self.train, self.recipe.data.batch, seed=seed, **how)
         objective = objectives.made(self.recipe.stage_objective(stage))
-
-        def on_epoch(record: dict[str, Any]) -> None:
-            if self.fabric.is_global_zero:
-                log.write(record)
-            self.display.epoch(record)
-
-        settings = stage.optimizer
         showing = self.display.training(stage.name, stage.epochs, len(batches))
         with _way_out(stage, keeper), showing, self._meter() as meter:
             fitted = training.fit(
@@ -266,37 +281,27 @@ class Run:
                 schedule=schedules.made(settings.schedule),
                 accumulate=stage.accumulate,
                 seed=seed,
-                validate=lambda: self.validate(objective),
+                validate=partial(self.validate, objective),
                 select=self.criterion(objective) if stage.select == "best" else None,
                 on_step=self.display.step,
-                on_epoch=on_epoch,
+                on_epoch=partial(self._tell, log, corrupt),
                 keeper=keeper,
                 sync_norms=self.recipe.sync_norms,
                 fabric=self.fabric,
             )
-        if left is not None:
-            spread_back(whole, self.model, left.cut)
-            self.model = whole
+        return fitted, meter.over(fitted.seconds)
+
+    def _tell(self, log: MetricsFile, corrupt: Corrupt, record: dict[str, Any]) -> None:
+        """Log an epoch, and what other processes have found in their parts of the images."""
         if self.fabric.is_global_zero:
-            answer = None if stage.pruner["name"] == "dense" else fitted.masks
-            masked = answer if self.cut is None and left is None else before
-            kept = self.total if self.cut else total
-            facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
-            facts |= {
-                "seconds": round(fitted.seconds, 1),
-                "energy": meter.over(fitted.seconds),
-                "history": fitted.history,
-            }
+            corrupt.catch_up()
+            log.write(record)
+        self.display.epoch(record)
 
-            def write() -> None:
-                artefact.save(folder, self.model, masked, kept, self.units, self.cut)
-                files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
-                files.write_json(folder / "stage.json", facts)
-
-            insist(write, stop=self.stop)
-            keeper.states.remove()
-            log.close()
-        self.fabric.barrier()
+    def _write_stage(self, folder: Path, masked: Masks | None, kept: int | None, facts: dict[str, Any]) -> None:
+        artefact.save(folder, self.model, masked, kept, self.units, self.cut)
+        files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
+        files.write_json(folder / "stage.json", facts)
 
     def _names(self) -> dict[str, Any]:
         """What the recipe says of the weights that are units at all."""
@@ -394,8 +399,8 @@ class Run:
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:
         """What every finished stage logged, epoch by epoch."""
-        files = {stage.name: self.stage_folder(n) / "stage.json" for n, stage in enumerate(self.recipe.stages)}
-        return {name: json.loads(file.read_text())["history"] for name, file in files.items()}
+        told = {stage.name: self.stage_folder(n) / "stage.json" for n, stage in enumerate(self.recipe.stages)}
+        return {name: json.loads(file.read_text("utf-8"))["history"] for name, file in told.items()}
 
     def write(self, outcome: Outcome) -> None:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""

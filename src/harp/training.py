@@ -179,7 +179,7 @@ class _Training:
                 keeper.save(self.state())
 
     def begin(self, keeper: Keeper | None) -> None:
-        """Take the keeper's state, or start; every rank from rank 0's latents."""
+        """Take the keeper's state, or start; every rank from rank 0's latents and buffers."""
         state = keeper.load() if keeper is not None else None
         if state is not None:
             try:
@@ -196,6 +196,7 @@ class _Training:
         if self.fabric.world_size > 1:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)
+            share_buffers(self.model)
         self.model.zero_grad()  # of a training before this one: the optimiser may not have them all
         self.pruner.start(self.plan)
 

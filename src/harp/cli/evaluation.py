@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli import deployment
+from harp.cli import deployment, voice
 from harp.cli.options import (
     BEGAN,
     SIGNS,
@@ -73,7 +73,6 @@ def evaluate(
     from harp import assess, card, deployed, presets, summary
     from harp.attacks import Ball
     from harp.audit import Audit
-    from harp.display import Quiet, Terminal
     from harp.errors import RecipeError
     from harp.keeper import Stop
     from harp.processes import engine, peers
@@ -94,7 +93,7 @@ def evaluate(
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
     device = engine.device_for_evaluation(machines)
     together = peers.of_this_run()
-    display = Terminal() if together.rank == 0 else Quiet()
+    display = voice.display(together.rank == 0)
     wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
     subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
     for network in (subject.model, subject.dense):

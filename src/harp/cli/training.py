@@ -1,12 +1,12 @@
 """Commands that train: demo, run, prune."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from harp.cli import voice
 from harp.cli.options import (
     BEGAN,
     Accelerator,
@@ -154,7 +154,6 @@ def _run(
 
 def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, care: Care) -> None:
     from harp import card, finished, picture, summary
-    from harp.display import Quiet, Terminal
     from harp.errors import MissingExtra
     from harp.keeper import Stop
     from harp.processes.engine import launch
@@ -162,8 +161,7 @@ def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, 
 
     stop = Stop(care.limit, BEGAN)
     fabric = launch(recipe.precision, **vars(machines))
-    display = Terminal() if fabric.is_global_zero else Quiet()
-    logging.getLogger("harp").disabled = not fabric.is_global_zero  # one voice is enough
+    display = voice.display(fabric.is_global_zero)
     keeping: dict[str, Any] = {"minutes": care.minutes, "keep_states": care.states, "stop": stop}
     keeping["workers"] = care.workers
     work = Run(recipe, out, data_dir=data_dir, display=display, fabric=fabric, **keeping)

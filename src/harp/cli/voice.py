@@ -1,13 +1,26 @@
 """Who speaks when several processes come to the same end: the first of them, or whoever knows something else."""
 
+import logging
 import shlex
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import typer
 
 from harp.errors import UNFINISHED, Lost
 from harp.processes import placement
+
+if TYPE_CHECKING:
+    from harp.display import Quiet
+
+
+def display(first: bool) -> "Quiet":
+    """The display of one of several processes: all but the first show nothing and warn of nothing."""
+    from harp.display import Quiet, Terminal  # not before a command shows something
+
+    logging.getLogger("harp").disabled = not first
+    return Terminal() if first else Quiet()
 
 
 def say(text: str) -> None:

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 from harp.launchers.command import harp_run
+from harp.parallel import Process
 from harp.processes import cores
-from harp.workers import Process
 
 
 def start(

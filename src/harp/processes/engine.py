@@ -1,11 +1,13 @@
 """The engine that a training runs on: Lightning Fabric for devices, precision and several processes."""
 
+import inspect
 import logging
 import sys
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from harp.errors import RecipeError
 from harp.processes import placement
@@ -28,7 +30,8 @@ def launch(
     """Start the engine: one process by default, more by our own launcher, or those that torchrun or SLURM started.
 
     With several devices or nodes this call does not return in the process that makes it first: it starts as many
-    processes with the same command line, in which it does return, waits for them and exits.
+    processes with the same command line, in which it does return, waits for them and exits. What it returns exchanges
+    gradients but not the buffers of modules: `harp.fit` does that after every step.
 
     Arguments:
         precision: see `resolve`.
@@ -69,7 +72,10 @@ def _fabric(precision: str, accelerator: str, place: Place) -> Any:
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # five lines a process on how it found the others
     settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.local_world, "num_nodes": place.nodes}
     if place.world > 1:
-        settings["strategy"] = DDPStrategy(cluster_environment=Cluster(place), timeout=TIMEOUT)
+        known = inspect.signature(DistributedDataParallel).parameters  # the name has changed
+        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        how: dict[str, Any] = {"timeout": TIMEOUT, name: False}  # `fit` shares them once a step
+        settings["strategy"] = DDPStrategy(cluster_environment=Cluster(place), **how)
     else:
         settings["plugins"] = [Cluster(place)]
     try:

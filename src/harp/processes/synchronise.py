@@ -88,9 +88,10 @@ def _batch_norm(
     """`torch.nn.functional.batch_norm`, its arguments as they are called there."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    # Each process has a value, so that two have enough: to count them all would let the host wait for the device.
+    if (values := dist.get_world_size() * (input.numel() // input.shape[1])) < 2:
+        raise ValueError(f"a batch norm needs more than one value a channel, all processes together have {values}")
     count, mean, variance = _statistics(input.detach())
-    if count < 2:
-        raise ValueError(f"a batch norm needs more than one value a channel, all processes together have {count:g}")
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -102,7 +103,7 @@ def _batch_norm(
     return found
 
 
-def _statistics(x: Tensor) -> tuple[float, Tensor, Tensor]:
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """How many values of a channel there are in all processes, their mean and their variance."""
     x = x if x.dtype in _WIDE else x.float()
     if x.device.type == "cpu":
@@ -118,7 +119,7 @@ def _statistics(x: Tensor) -> tuple[float, Tensor, Tensor]:
     count = counts.sum()
     mean = means[0] + (counts * (means - means[0])).sum(0) / count  # exact where a channel is constant
     variance = (counts * (variances + (means - mean).square())).sum(0) / count
-    return float(count), mean, variance
+    return count, mean, variance
 
 
 class _Normalised(torch.autograd.Function):
@@ -130,19 +131,19 @@ class _Normalised(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        count: float,
+        count: Tensor,
         mean: Tensor,
         variance: Tensor,
         eps: float,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, variance)
-        ctx.count, ctx.eps, ctx.shifts = count, eps, bias is not None
+        ctx.save_for_backward(x, weight, count, mean, variance)
+        ctx.eps, ctx.shifts = eps, bias is not None
         return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
     @once_differentiable  # a second derivative would leave the exchange out in silence
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, variance = ctx.saved_tensors
+        x, weight, count, mean, variance = ctx.saved_tensors
         # As if m and v were constants: γ / √(v + ε) · g, and this process's Σ g x̂ and Σ g.
         given = weight, mean, variance, None, None, False, ctx.eps, (True, True, True)
         back, scaled, plain = torch.ops.aten.native_batch_norm_backward(gradient.contiguous(), x, *given)
@@ -150,8 +151,8 @@ class _Normalised(torch.autograd.Function):
         dist.all_reduce(sums)
         slope = torch.rsqrt(variance + ctx.eps)
         factor = slope if weight is None else slope * weight
-        tilt = -factor * slope * sums[0] / ctx.count
-        level = -factor * sums[1] / ctx.count - tilt * mean
+        tilt = -factor * slope * sums[0] / count
+        level = -factor * sums[1] / count - tilt * mean
         shape = [1, -1, *[1] * (x.ndim - 2)]
         back = (back + torch.addcmul(level.view(shape), x, tilt.view(shape))).to(x.dtype)
         own = scaled if weight is not None and ctx.needs_input_grad[1] else None

@@ -34,14 +34,23 @@ class Corrupt:
         """Take note of an image; raises `DataError` when there are more than the limit."""
         if reason in self.found:
             return
-        self.found = [*self.found, *(line for line in self._kept() if line not in self.found)]
+        self.catch_up()
         if reason not in self.found:
-            self.found.append(reason)
             self._keep(reason)
-            logger.warning("%s; the next readable image takes its place", reason)
+            self._say(reason)
         if len(self.found) > self.limit:
             count = f"{len(self.found)} of {self.images:,} images can't be decoded, expected at most {self.limit}"
             raise DataError(f"{count} (data.corrupt); the first: {self.found[0]}")
+
+    def catch_up(self) -> None:
+        """Tell of the images that other processes have added to the file."""
+        for reason in self._kept():
+            if reason not in self.found:
+                self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        self.found.append(reason)
+        logger.warning("%s; the next readable image takes its place", reason)
 
     def _kept(self) -> list[str]:
         if self.path is None or not self.path.is_file():
