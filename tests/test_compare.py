@@ -305,7 +305,7 @@ def test_a_signal_is_passed_on_once_and_nothing_more_is_started() -> None:
     def start(name: str) -> Done:
         processes.append(Done(None))
         if len(processes) == 2:
-            threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+            signal.raise_signal(signal.SIGINT)
         return processes[-1]
 
     with pytest.raises(Interrupted) as caught:
@@ -369,9 +369,9 @@ def test_stopped_it_saves_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "recipe": long, "methods": ["magnitude"]}))
     command = [sys.executable, "-m", "harp", "compare", "s.yaml"]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    wait_for(tmp_path, "runs/stages/*-pretrain/metrics.jsonl", process)
+    wait_for(tmp_path, "runs/stages/*-pretrain/metrics.jsonl", process, seconds=240)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "the others' states are saved (Ctrl-C). Go on with the same command: harp compare s.yaml" in err
     assert out == ""
@@ -387,7 +387,7 @@ def test_two_processes_train_a_stage_once(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(SHORT))
     command = [sys.executable, "-m", "harp", "run", "r.yaml"]
     both = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    logs = [process.communicate(timeout=120)[1] for process in both]
+    logs = [process.communicate(timeout=280)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], logs
     for stage in ("pretrain", "prune", "finetune"):
         assert sum(log.count(f"{stage}: epoch 1/1") for log in logs) == 1, logs

@@ -110,7 +110,7 @@ def test_when_the_terminal_is_gone_printing_harms_nothing(tmp_path: Path) -> Non
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", HANGUP, str(tmp_path / "ready")])
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not (tmp_path / "ready").exists():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -372,7 +372,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     words = [sys.executable, "-m", "tests.keeper_job", str(folder)]
     root = Path(__file__).parent.parent
     both = [subprocess.Popen([*words, str(rank), str(port)], cwd=root, stderr=subprocess.PIPE) for rank in range(2)]
-    errors = [process.communicate(timeout=120)[1].decode() for process in both]
+    errors = [process.communicate(timeout=280)[1].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0], errors
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(2)]
 
@@ -405,5 +405,5 @@ def test_what_is_not_finite_in_one_process_stops_all(pair: list[dict[str, Any]])
     assert gradient[0] == gradient[1] and gradient[0].startswith("the gradient of w became NaN or infinite in step 5")
 
 
-def test_agreeing_is_not_felt(pair: list[dict[str, Any]]) -> None:
-    assert max(found["cost"] for found in pair) < 0.3  # of 10 ms, on a machine that may be busy; else about 0.01
+def test_processes_ask_each_other_about_once_a_second(pair: list[dict[str, Any]]) -> None:
+    assert [found["asked"] for found in pair] in ([3, 3], [4, 4])  # in three seconds
