@@ -428,6 +428,8 @@ def test_no_function_that_trusts_its_arguments_is_allowed() -> None:
         ("instance_norm", [X, None, None, T, T, True, 0.1, 1e-5, False], {}, "changes what it knows"),
         ("_native_batch_norm_legit_no_training", [X, None, None, T, T, 0.1, 1e-5], {}, "of another size"),
         ("pad", [X, [-4, 9], "reflect"], {}, "mirrors"),
+        ("softmax", [X, 1, 255], {}, "has dtype 255"),
+        ("softmax", [X, 1], {"dtype": -1}, "has dtype -1"),
         ("upsample_nearest2d", [X, [8, 8], {"float": "nan"}, 1.0], {}, "times as large"),
         ("upsample_bilinear2d", [X, [8, 8], False], {"scales_h": 1e-30}, "times as large"),
         ("scaled_dot_product_attention", [X, X, X, None, 0.5], {}, "at random"),
@@ -435,7 +437,11 @@ def test_no_function_that_trusts_its_arguments_is_allowed() -> None:
     ],
 )
 def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: dict[str, Any], words: str) -> None:
-    call = {"op": f"aten.{op}.default", "args": args, "kwargs": kwargs}
+    call: dict[str, Any] = {
+        "op": f"aten.{op}.{'int' if op == 'softmax' else 'default'}",
+        "args": args,
+        "kwargs": kwargs,
+    }
     call |= {"pick": 0} if op.startswith("_native") else {}
     graph = Graph.from_dict({"nodes": [IMAGES, {"op": "torch", "shape": [4, 4, 4], "attributes": call}]})
     with pytest.raises(BadFile, match=words):

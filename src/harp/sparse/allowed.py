@@ -48,6 +48,7 @@ arange embedding eye full full_like index index_select linspace new_full new_one
 scalar_tensor zeros zeros_like clone contiguous detach float to _to_copy type_as
 """
 _FUNCTIONS = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _SHAPES, _PRODUCTS, _LAYERS, _OTHERS)).split())
+_KINDS = {"dtype", "out_dtype", "layout", "device", "memory_format"}
 _ATTENTION = "scaled_dot_product_attention"
 _SCALES = 1 / 1024, 1024  # of pictures that are made larger or smaller
 
@@ -71,10 +72,12 @@ def objection(overload: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str 
     """What speaks against a call of an allowed function with these arguments; None if nothing does."""
     name = overload._schema.name.removeprefix("aten::")
     rule = _RULES.get(name) or (_resized if "upsample" in name else None)
-    if rule is None:
-        return None
     names = [argument.name for argument in overload._schema.arguments]
-    return rule({**dict(zip(names, args, strict=False)), **kwargs})
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    for key in _KINDS & bound.keys():  # torch takes any whole number for one of its types, and falls over
+        if bound[key] is not None and not (key in ("dtype", "out_dtype") and isinstance(bound[key], torch.dtype)):
+            return f"has {key} {bound[key]!r:.100}"
+    return None if rule is None else rule(bound)
 
 
 def _attention(bound: Mapping[str, Any]) -> str | None:
