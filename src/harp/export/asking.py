@@ -13,8 +13,10 @@ import numpy as np
 from torch import Tensor
 
 import harp
-from harp.bench.fresh import PATIENCE
 from harp.errors import ModelError
+
+PATIENCE = 600.0
+"""Seconds that a fresh process may take to open a file and answer."""
 
 BOUND = 1e-5
 """The largest error of a file, relative to the largest logit: what another order of summation may do."""
