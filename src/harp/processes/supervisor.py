@@ -2,10 +2,9 @@
 
     harp run RECIPE --devices 4             the command waits, four processes with its own command line do the work
 
-Signals go to all of them, once. When one ends too soon the others get a moment to notice and end by themselves, or two
-minutes if it was asked to stop and they may still be saving; then they are ended. The command says what happened, and
-exits with a code that is not zero. Nothing is left behind: should this process be killed, those that it started end as
-well (see `harp.processes.peers`).
+Signals go to all of them, once. When one ends too soon the others get a moment to notice and end by themselves, then
+they are ended; the command says what happened, and exits with a code that is not zero. Nothing is left behind: should
+this process be killed, those that it started end as well (see `harp.processes.peers`).
 """
 
 import contextlib
@@ -24,10 +23,11 @@ from harp.processes.placement import PORT, Place, read_address
 
 SUPERVISOR = "HARP_SUPERVISOR"  # the variable by which a process knows who started it
 
-ORDERLY = (UNFINISHED, 128 + signal.SIGINT)  # the exit codes of a process that was asked to stop, and saved
-# Seconds for the others once one has ended, by whether it was in order: the others then may still have to save.
-_PATIENCE = {True: 150.0, False: 15.0}
-_FIRMLY = {True: 60.0, False: 5.0}  # of these, how long before they are asked to
+_ORDERLY = (UNFINISHED, 128 + signal.SIGINT)  # the exit codes of a process that was asked to stop
+# Seconds for the others once one has ended. Those that work on something do not end before all have saved it, see
+# `harp.processes.peers`: who still runs then is about to start, and waits for one that will not come.
+_PATIENCE = 15.0
+_FIRMLY = 5.0  # of these, how long before they are asked to
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
@@ -67,7 +67,7 @@ def _wait(children: list[subprocess.Popen[bytes]], heard: list[int]) -> dict[int
     of them get it, and each gets it once.
     """
     codes: dict[int, int] = {}
-    ended: dict[bool, float] = {}  # when the first ended, in order and otherwise
+    failed: float | None = None
     asked = False
     passed_on = 0
     while None in [child.poll() for child in children]:
@@ -77,13 +77,13 @@ def _wait(children: list[subprocess.Popen[bytes]], heard: list[int]) -> dict[int
         for local, child in enumerate(children):
             if child.returncode is not None and not asked:
                 codes.setdefault(local, child.returncode)
-        for code in filter(None, codes.values()):
-            ended.setdefault(code in ORDERLY or -code in heard, time.monotonic())
-        late = {in_order: time.monotonic() - first for in_order, first in ended.items()}
-        if not asked and any(seconds > _FIRMLY[in_order] for in_order, seconds in late.items()):
+        if failed is None and any(codes.values()):
+            failed = time.monotonic()
+        late = 0.0 if failed is None else time.monotonic() - failed
+        if late > _FIRMLY and not asked:
             asked = True  # who computes for itself does not notice, but can still save what it has
             _send(children, signal.SIGTERM)
-        if any(seconds > _PATIENCE[in_order] for in_order, seconds in late.items()):
+        if late > _PATIENCE:
             break
         time.sleep(0.05)
     return codes if asked else {local: child.returncode for local, child in enumerate(children)}
@@ -101,7 +101,7 @@ def _judge(codes: Mapping[int, int], places: list[Place], heard: list[int]) -> i
     if failures and all(code == LOST for code in failures.values()):
         raise Lost("another process of the run, not one of this machine's, ended or can't be reached")
     own = {local: code for local, code in failures.items() if code != LOST}
-    wrong = {local: code for local, code in own.items() if code not in ORDERLY and code not in told.values()}
+    wrong = {local: code for local, code in own.items() if code not in _ORDERLY and code not in told.values()}
     found = wrong or own  # what the others saved and ended for
     return found.get(0, next(iter(found.values()), 0))
 
