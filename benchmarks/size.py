@@ -122,7 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         default="uniform",
         help="counts of the layers: uniform, igq, ..., harp or harp-like (default: uniform)",
     )
-    parser.add_argument("--others", default="f32", choices=("f32", "f16"), help="how biases are stored (default: f32)")
+    parser.add_argument(
+        "--others",
+        default="f16",
+        choices=("f32", "f16"),
+        help="how biases are stored (default: f16, as by harp export)",
+    )
     return parser
 
 

@@ -9,7 +9,7 @@ from benchmarks import size
 TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--strategy", "igq", "--others", "f16"]], ids=["uniform", "igq"])
+@pytest.mark.parametrize("flags", [[], ["--strategy", "igq", "--others", "f32"]], ids=["uniform", "igq"])
 def test_it_prints_a_table_and_one_json_object(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert size.main([*TINY, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
