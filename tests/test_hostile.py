@@ -166,7 +166,10 @@ class Forger:
         self.add(op, inputs, **({"attributes": how} if how else {}))
 
     def call(self) -> None:
-        """A call of torch, with the shape that torch gives it where it takes the arguments."""
+        """A call of torch, with the shape that torch gives it where it takes the arguments.
+
+        What is drawn after it must not depend on that shape, or examples could not be drawn again.
+        """
         op = self.draw(st.sampled_from(list(CALLS)))
         first, rest = CALLS[op]
         args = [self.reference() for _ in range(first)]
@@ -186,9 +189,9 @@ class Forger:
             found = reference.step(node, given, shells, torch.empty(3, device="meta"))
             sizes = list(found.shape)
             shape = sizes[1:] if sizes[0] == 3 else [-1 if size == 3 else size for size in sizes]
-            self.known[name] = Node(name, "torch", inputs, tuple(shape), {}, attributes)
         except Exception:  # then the file is wrong, which is as good
             pass
+        self.known[name] = Node(name, "torch", inputs, tuple(shape), {}, attributes)
         self.nodes.append({"op": "torch", "name": name, "shape": shape, "attributes": attributes})
 
     def reference(self) -> Any:
@@ -213,16 +216,22 @@ def forged(draw: st.DrawFn) -> bytes:
     del forger.nodes[0]["inputs"]
     forger.nodes[0]["name"] = "x"
     forger.known = {"x": forger.known.pop("n0")}
-    makers = [forger.layer, forger.layer, forger.pool, forger.plain, forger.plain, forger.call]
-    for _ in range(draw(st.integers(1, 7))):
+    makers = [forger.layer, forger.layer, forger.pool, forger.plain, forger.plain]
+    for _ in range(draw(st.integers(0, 6))):
         draw(st.sampled_from(makers))()
-    graph: dict[str, Any] = {"nodes": forger.nodes, "output": next(reversed(forger.known))}
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        forger.call()
+    last, after = next(reversed(forger.known)), draw(st.sampled_from(["", "relu", "flatten", "mean"]))
+    if after:
+        forger.nodes.append({"op": after, "name": "last", "inputs": [last]})
+    graph: dict[str, Any] = {"nodes": forger.nodes, "output": "last" if after else last}
     for _ in range(draw(st.sampled_from([0, 0, 0, 0, 1, 2]))):
-        *path, last = draw(st.sampled_from(list(paths(graph))[1:]))
+        places = list(paths(graph))[1:]
+        *path, key = places[draw(st.integers(0, 9999)) % len(places)]
         inner: Any = graph
-        for key in path:
-            inner = inner[key]
-        inner[last] = draw(ODD)
+        for each in path:
+            inner = inner[each]
+        inner[key] = draw(ODD)
         graph = json.loads(json.dumps(graph))
     header = json.dumps({"tensors": forger.entries, "graph": graph}).encode()
     start = reader.PRELUDE.pack(b"HARP", 1, 0, len(header), 24 + len(header) + len(forger.data), 0)[:-4]
