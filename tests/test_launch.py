@@ -37,7 +37,7 @@ def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.
     assert engine.launch("32-true", "cpu", node_rank=3).place == Place(1, 2, 1, 2)
     monkeypatch.setattr(engine.placement, "here", lambda: None)
     assert engine.launch("32-true", "cpu", node_rank=3).place == Place()
-    with pytest.raises(RecipeError, match="node rank 3 of 1 nodes: give 0 to 0"):
+    with pytest.raises(RecipeError, match=r"node rank 3 .* of 1 nodes: give 0 to 0"):
         engine.launch("32-true", "cpu", devices=2, node_rank=3)
 
 

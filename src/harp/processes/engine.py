@@ -43,7 +43,8 @@ def launch(
     place = placement.here()
     if place is None and devices * nodes > 1:
         if not 0 <= node_rank < nodes:  # whoever else starts the processes numbers the machines in its own way
-            raise RecipeError(f"node rank {node_rank} of {nodes} nodes: give 0 to {nodes - 1}")
+            told = f"node rank {node_rank} (--node-rank, or the variable NODE_RANK)"
+            raise RecipeError(f"{told} of {nodes} nodes: give 0 to {nodes - 1}")
         if nodes > 1 and main_address is None:
             raise RecipeError(f"{nodes} nodes need the address of the first one: add --main-address HOST:PORT")
         if not _on_cpu(accelerator):
