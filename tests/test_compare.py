@@ -22,6 +22,7 @@ from harp.display import Quiet
 from harp.errors import BudgetError, Interrupted, RecipeError
 from harp.launchers import local
 from harp.parallel import Task, work
+from harp.processes import engine
 from harp.pruners import PRUNERS
 from harp.run import Run
 from tests.conftest import Harp
@@ -136,6 +137,19 @@ def test_names_budgets_and_the_folder(tmp_path: Path) -> None:
         tmp_path, methods=["harp:gamma_step=0.01"], keep=[0.125, 0.07], seeds=[2, 5]
     ).folder.with_name(comparison.folder.name)
     assert comparison.folder != compared(tmp_path, methods=["harp"]).folder
+
+
+def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node has no GPU; what the jobs' GPUs computed in bfloat16 is found all the same, but by no local run."""
+    monkeypatch.setattr(engine, "_has_bf16", lambda: False)
+    away = Comparison(study.parse(STUDY), tmp_path, elsewhere=True)
+    near, entry = compared(tmp_path), away.entries[-1]
+    assert near.folder == away.folder and near.entries[-1].folders == entry.folders[:1] and not entry.finished()
+    (folder,) = entry.folders[1:]
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(entry.recipe.to_yaml())
+    (folder / "summary.json").write_text("{}")
+    assert entry.finished() and entry.folder == folder and not near.entries[-1].finished()
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from harp import folders, recipe
 from harp.errors import RecipeError
 from harp.processes import cores, engine, supervisor
 from harp.processes.placement import Place, read_address
 from tests.conftest import Harp
-from tests.test_cli import RECIPE, refused
+from tests.test_cli import refused
 
 
 class Started(Exception):
@@ -92,14 +91,6 @@ def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
     assert engine.resolve("auto", "cpu") == "32-true"
     assert engine._fabric("auto", "cpu", Place())._precision.precision == "32-true"
-
-    class Data:
-        def fingerprint(self) -> str:
-            return "data"
-
-    made: Any = recipe.parse(RECIPE), Data()
-    assert folders.contents(*made, "cuda") == ["data", "bf16-mixed"]
-    assert folders.contents(*made, "cpu") == ["data"]
 
 
 # ---------------------------------------------------------------- cores

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from harp.errors import RecipeError
 from harp.keeper import Stop
 from harp.launchers import command, local
 from harp.launchers.jobs import Job
+from harp.processes import engine
 from harp.pruners import PRUNERS
 from harp.recipe import Recipe, parse
 from harp.study import DENSE, SMALL, Method, Study, slug
@@ -34,13 +35,21 @@ class Entry:
     method: str  # its label
     keep: float | None  # None: the dense network that others begin with
     recipe: Recipe
-    folder: Path
+    folders: tuple[Path, ...]  # where its outcome may be: several if another machine chooses the precision
     after: str | None = None  # the entry that trains what this one begins with
+
+    @property
+    def folder(self) -> Path:
+        """Where its outcome is, or where it is to be."""
+        return next((each for each in self.folders if self._holds(each)), self.folders[0])
 
     def finished(self) -> bool:
         """Whether its outcome is there, measured as this recipe wants it."""
-        recipe = self.folder / "recipe.yaml"
-        return (self.folder / "summary.json").exists() and recipe.read_text("utf-8") == self.recipe.to_yaml()
+        return self._holds(self.folder)
+
+    def _holds(self, folder: Path) -> bool:
+        recipe = folder / "recipe.yaml"
+        return (folder / "summary.json").exists() and recipe.read_text("utf-8") == self.recipe.to_yaml()
 
     def shared(self) -> int:
         """How many of its first stages are pre-training for others too."""
@@ -64,7 +73,9 @@ class Comparison:
         data_dir: Path | None = None,
         display: Quiet | None = None,
         workers: int | None = None,
+        elsewhere: bool = False,
     ) -> None:
+        """`elsewhere`: the runs are done on machines whose GPUs are not known here."""
         base = study.recipe
         self.workers = workers  # processes that decode images ahead of each training process
         self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
@@ -83,8 +94,9 @@ class Comparison:
         self.units = assess.units_of(base.units, assess.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
         self.contents = folders.contents(base, self.data)
+        self.precisions = engine.possible(base.precision) if elsewhere else (engine.resolve(base.precision),)
         self.entries = self._entries()
-        text = json.dumps([(entry.folder.name, entry.recipe.to_yaml()) for entry in self.entries])
+        text = json.dumps([(entry.folders[0].name, entry.recipe.to_yaml()) for entry in self.entries])
         self.folder = root / f"compare-{study.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def _entries(self) -> list[Entry]:
@@ -122,7 +134,9 @@ class Comparison:
         made = parse(content)
         same = made.model.weights == self.study.recipe.model.weights
         contents = self.contents if same else folders.contents(made, self.data)
-        return Entry(f"{name}-seed{seed}", label, keep, made, self.root / folders.name(made, contents))
+        known = [folders.computed_in(contents, precision) for precision in self.precisions]
+        places = tuple(self.root / folders.name(made, each) for each in known)
+        return Entry(f"{name}-seed{seed}", label, keep, made, places)
 
     def execute(
         self, jobs: int = 1, start: parallel.Start | None = None, *, devices: int = 1, stop: Stop | None = None
@@ -263,7 +277,7 @@ class Comparison:
 
 
 def _follow(entry: Entry, name: str) -> Entry:
-    return Entry(entry.name, entry.method, entry.keep, entry.recipe, entry.folder, after=name)
+    return replace(entry, after=name)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -8,19 +8,18 @@ from pathlib import Path
 
 from harp import data, files, models
 from harp.errors import DiskError, RecipeError
-from harp.processes import engine
 from harp.recipe import Recipe
 
 
-def contents(recipe: Recipe, source: data.DataSet, accelerator: str = "auto") -> list[str]:
-    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads, the precision.
-
-    `accelerator` is what it is trained on, as far as that is known.
-    """
+def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
+    """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
     read = [recipe.model.weights, models.source_file(recipe.model.name)]
-    found = [source.fingerprint(), *(_hash(Path(file)) for file in read if file is not None)]
-    precision = engine.resolve(recipe.precision, accelerator)
-    return found if precision == "32-true" else [*found, precision]
+    return [source.fingerprint(), *(_hash(Path(file)) for file in read if file is not None)]
+
+
+def computed_in(contents: Sequence[str], precision: str) -> list[str]:
+    """The same with the precision that it is computed in, which a recipe may leave to the machine."""
+    return list(contents) if precision == "32-true" else [*contents, precision]
 
 
 def name(recipe: Recipe, contents: Sequence[str]) -> str:

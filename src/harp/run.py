@@ -110,7 +110,8 @@ class Run:
         self.held = readable(self.held, self.display.count, self.workers, bar).split
         torch.manual_seed(derive(recipe.seed, "model"))
         self.model = assess.build(recipe.model, self.data, recipe.model.weights)
-        self.contents = folders.contents(recipe, self.data, self.fabric.device.type)
+        precision = engine.resolve(recipe.precision, self.fabric.device.type)
+        self.contents = folders.computed_in(folders.contents(recipe, self.data), precision)
         self.units = self._units()
         self.dense_cost = cost.cost(self.model, self.data.shape, {})
         self.cut: Cut | None = None  # what was cut out of the model

@@ -66,7 +66,9 @@ def compare(
     stop = Stop(max_minutes, BEGAN)
     display = Terminal()
     planned = studies.load(study, methods=methods, keep=keep, seeds=seeds, changes=changes)
-    comparison = Comparison(planned, out, data_dir=data_dir, display=display, workers=workers)
+    comparison = Comparison(
+        planned, out, data_dir=data_dir, display=display, workers=workers, elsewhere=launcher != "local"
+    )
     if launcher == "local":
         _show(comparison, comparison.execute(jobs, devices=devices, stop=stop), display, as_json)
         return

@@ -94,6 +94,11 @@ def resolve(precision: str, accelerator: str = "auto") -> str:
     return "bf16-mixed" if accelerator in ("auto", "cuda", "gpu") and _has_bf16() else "32-true"
 
 
+def possible(precision: str) -> tuple[str, ...]:
+    """What a precision may mean on a machine that is not this one."""
+    return (precision,) if precision != "auto" else ("32-true", "bf16-mixed")
+
+
 def _has_bf16() -> bool:
     """Whether the GPU computes in bfloat16 itself; what is emulated is slower than float32."""
     if not torch.cuda.is_available():
