@@ -5,6 +5,7 @@ against the bytes there are and against `limit` before memory is asked for. What
 """
 
 import io
+import itertools
 import json
 import math
 import pathlib
@@ -151,19 +152,18 @@ def _symbols(part: io.BytesIO, count: int) -> npt.NDArray[np.uint8]:
     shares, lanes = _frequencies(part), -(-count // PER_LANE)
     state = np.frombuffer(_take(part, 4 * lanes), "<u4").astype(np.uint32)
     words = np.frombuffer(_take(part, 2 * int.from_bytes(_take(part, 4), "little")), "<u2").astype(np.uint32)
-    symbol, weight = np.repeat(np.arange(len(shares)), shares), np.repeat(shares, shares)
-    offset = np.arange(len(symbol), dtype=np.uint32) - np.repeat(np.cumsum(shares, dtype=np.uint32) - shares, shares)
+    symbol, below = np.repeat(np.arange(len(shares), dtype="u1"), shares), np.cumsum(shares, dtype="u4") - shares
     if lanes < FEW:
-        table, states = list(zip(symbol.tolist(), weight.tolist(), offset.tolist(), strict=True)), state.tolist()
+        table, each, first, states = symbol.tobytes(), shares.tolist(), below.tolist(), state.tolist()
         plain, source = bytearray(), iter(words.tolist())
-        for i in range(count):
-            now = states[i % lanes]
-            byte, factor, summand = table[now & ((1 << SCALE_BITS) - 1)]
-            plain.append(byte)
-            now = factor * (now >> SCALE_BITS) + summand
-            states[i % lanes] = now if now >= LOWEST else (now << 16) | next(source, 0)
+        for lane in itertools.islice(itertools.cycle(range(lanes)), count):
+            slot = (now := states[lane]) & 4095  # SCALE_BITS and LOWEST as numbers: names take time here
+            plain.append(byte := table[slot])
+            now = each[byte] * (now >> 12) + slot - first[byte]
+            states[lane] = now if now >= 65536 else (now << 16) | next(source, 0)
         _demand(next(source, None) is None and set(states) <= {LOWEST}, "coded bytes do not add up")
         return np.frombuffer(plain, np.uint8)
+    weight, offset = np.repeat(shares, shares), np.arange(len(symbol), dtype=np.uint32) - np.repeat(below, shares)
     found = np.empty(count, np.uint8)
     for start in range(0, count, lanes):
         state = state[: count - start]  # the last round may have fewer
