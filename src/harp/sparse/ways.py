@@ -1,8 +1,9 @@
 """Which way of computing a product is the fastest: its weights one by one, in blocks, or all of them, zero or not.
 
 The times are in nanoseconds of one CPU with AVX2, for a group of images or for one. They were measured with layers of
-16 to 512 channels and of 2x2 to 32x32 pixels, each by all ways and at densities from 0.1 to 1; with other vectors all
-change alike. They depend on counts alone, so that the choice is the same every time.
+16 to 512 channels and of 2x2 to 32x32 pixels, each by all ways and at densities from 0.1 to 1. With AVX-512 the same
+numbers choose well enough: in the sweeps of benchmarks/inference.py no density is slower than dense there either.
+They depend on counts alone, so that the choice is the same every time.
 """
 
 from harp.sparse import narrow, winograd
