@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from harp.errors import LOST
+from harp.processes import supervisor
+from harp.processes.placement import Place
 
 # Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
 SCRIPT = """
@@ -142,6 +144,14 @@ def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) 
     out, _ = process.communicate(timeout=120)
     assert process.returncode in (75, 128 + signal.SIGINT), out
     assert gone(pids(out))
+
+
+def test_an_interpreter_that_was_interrupted_while_it_started_was_stopped() -> None:
+    """It ends with 1, and nothing of ours has run in it; without a Ctrl-C 1 is a failure."""
+    places = [Place(local, 2, local, 2) for local in range(2)]
+    assert supervisor._judge({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
+    assert supervisor._judge({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
+    assert supervisor._judge({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
 
 
 def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:

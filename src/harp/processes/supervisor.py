@@ -92,6 +92,8 @@ def _wait(children: list[subprocess.Popen[bytes]], heard: list[int]) -> dict[int
 def _judge(codes: Mapping[int, int], places: list[Place], heard: list[int]) -> int:
     """The exit code of it all; raise `Lost` if a process was ended by something that it was not told of."""
     told = {-number: 128 + number for number in heard}  # it had not begun to listen
+    if signal.SIGINT in heard:
+        told[1] = 128 + signal.SIGINT  # Python itself was not up yet: its own start fails with 1
     failures = {local: told.get(code, code) for local, code in codes.items() if code}
     killed = next((local for local, code in failures.items() if code < 0), None)
     if killed is not None:
