@@ -198,9 +198,9 @@ def _several(way: Callable[[Tensor], object], x: Tensor, calls: int) -> Callable
 
 def _version() -> str | None:
     try:
-        import onnx  # noqa: F401
+        import onnx  # noqa: F401 (only whether it is there)
         import onnxruntime
-        import onnxscript  # noqa: F401
+        import onnxscript  # noqa: F401 (only whether it is there)
     except ImportError:
         return None
     return str(onnxruntime.__version__)

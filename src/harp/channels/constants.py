@@ -68,7 +68,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     """The flags beside every tensor of a run; a tensor without any is constant."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.named = {id(tensor): name for name, tensor in tensors}
         self.matrices = {t.data_ptr(): (name, t) for name, t in tensors if t.ndim == 2}

@@ -72,7 +72,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
     """Lets the rules see every operation."""
 
     def __init__(self, rules: Rules) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.rules = rules
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
