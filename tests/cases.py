@@ -144,7 +144,7 @@ class Filters:
     the images are flattened). The cost is that of the multiplications: bilinear in neighbouring counts.
     """
 
-    kind, noun = "channels", "MACs"
+    kind, noun, example = "channels", "MACs", None
     initial_rate, gamma_step = 1.0, 0.02
     names = ["first", "second", "hidden"]  # noqa: RUF012
     masked = ["features.4.weight", "classifier.0.weight", "classifier.3.weight"]  # noqa: RUF012

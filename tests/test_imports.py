@@ -20,7 +20,7 @@ LAYERS = [
     {"keeper", "metrics", "masks", "sources", "cost", "prunable"},
     {"units", "readable", "sharding", "data", "attacks", "parallel", "picture", "summary"},
     {"apportion", "channels", "free", "launchers"},
-    {"allocate", "kfac", "batches", "objectives", "standardised", "answers", "doctor", "artefact"},
+    {"paths", "allocate", "kfac", "batches", "objectives", "standardised", "answers", "doctor", "artefact"},
     {"pruners", "assault"},
     {"training", "recipe", "survey", "pipeline", "evaluate"},
     {"assess", "folders", "compacting", "presets", "study", "finished", "suspicion", "contradictions", "corruptions"},
@@ -63,7 +63,7 @@ def test_pruning_methods_do_not_know_each_others_files_except_what_they_build_on
     base = {"harp.pruners.base"}
     builds_on = {
         "harp": {"harp.pruners.hydra"},
-        "tandem": {"harp.pruners.hydra"},
+        "tandem": {"harp.pruners.harp"},
         "hydra": {"harp.pruners.s2ap"},
         "anp": {"harp.pruners.beta_bernoulli"},
     }

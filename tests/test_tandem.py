@@ -71,7 +71,7 @@ def test_counts_are_the_strategys_at_every_moment() -> None:
     model = cases.build("residual")
     units = Weights(model)
     expected = allocate("blend", units, units.total(KEEP))
-    pruner = Tandem(units, KEEP)
+    pruner = Tandem(units, KEEP, reach=0.0)
     for _ in range(3):
         train(model, pruner, 2)
         assert [int(mask.sum()) for mask in pruner.masks().values()] == expected

@@ -139,7 +139,7 @@ def test_without_selection_the_last_epoch_stays() -> None:
 
 def test_a_budget_that_training_missed_is_still_met_and_said(caplog: pytest.LogCaptureFixture) -> None:
     model = cases.build("conv")
-    pruner = Harp(Weights(model), keep=0.02, gamma_step=1e-6)
+    pruner = Harp(Weights(model), keep=0.02, published=True, gamma_step=1e-6)
     fitted = fit(model, Three(), Natural(), pruner, epochs=1, lr=0.1)
     assert sum(int(mask.sum()) for mask in fitted.masks.values()) == pruner.total
     assert "budget was not met" in caplog.text

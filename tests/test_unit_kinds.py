@@ -14,7 +14,7 @@ from harp import artefact
 from harp.channels import Channels
 from harp.errors import BudgetError, ModelError, RecipeError
 from harp.objectives import PgdTraining
-from harp.pruners import PRUNERS, Admm, Fixed, Harp, HarpRates, Hydra, Magnitude, Plan, TwinRep
+from harp.pruners import PRUNERS, Admm, Fixed, Harp, HarpRates, Hydra, Magnitude, TwinRep
 from harp.pruners.admm import project
 from harp.pruners.hydra import initial_scores
 from harp.training import fit
@@ -235,24 +235,21 @@ def test_the_projection_zeroes_the_units_of_smallest_l2_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_harp_starts_and_is_paced_as_the_units_are_used_to(kind: str) -> None:
+def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
     units = make(kind)
-    pruner = Harp(units, keep=KEEP)
+    pruner = Harp(units, keep=KEEP, published=True)
     start = pruner.rates().detach()
     assert pruner.step == units.gamma_step
     if units.kind == "channels":
         assert bool((start > 0.98).all()) and float(pruner.budget_loss().detach()) > 1
     least = torch.tensor([0.1 * units.uniform_rate(pruner.total)] * len(start), dtype=torch.float64)
     assert torch.equal(pruner._low, torch.maximum(least, torch.tensor(units.floors, dtype=torch.float64)))
-    plan = Plan(10, 40, 0.1)
-    step = pruner.paced_step(plan)
-    assert pruner._meets_budget(1.3 * step, plan) and not pruner._meets_budget(step / 1.3, plan)
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels", "macs"])
 def test_learned_rates_come_down_to_the_budget(kind: str) -> None:
     units = make(kind)
-    pruner = Harp(units, keep=KEEP, initial_rate=0.9)
+    pruner = Harp(units, keep=KEEP, published=True, initial_rate=0.9, gamma_step=20.0)
     over = float(pruner.budget_loss().detach())
     train(units.model, pruner, 2)
     fit(units.model, Three(), PgdTraining(steps=1), pruner, epochs=6, lr=0.1)
@@ -262,7 +259,7 @@ def test_learned_rates_come_down_to_the_budget(kind: str) -> None:
 
 def test_the_soft_budget_is_differentiated_through_the_units_cost() -> None:
     units = make("filters")
-    pruner = Harp(units, keep=KEEP)
+    pruner = Harp(units, keep=KEEP, published=True)
     pruner.gamma = 3.0
     gradients = [torch.randn_like(score) for score in pruner.scores]
     sums = [float(gradient.sum()) for gradient in gradients]

@@ -110,16 +110,12 @@ def blend(units: Units, total: int) -> list[int]:
     """Keep counts between uniform ones and LAMP's: the smaller the budget, the more like LAMP's.
 
     One rate for all starves small layers only where little is kept at all; LAMP feeds them, and takes it from the
-    widest layer even where nobody starves. The uniform part is √(10 rate), so all at 10 % and a third at 1 %.
+    widest layer even where nobody starves. The uniform part is √(10 rate), so a third at 1 %, and half at most: a
+    network of depthwise convolutions starves at any rate.
     """
-    share = evenness(units.uniform_rate(total))
+    share = min(0.5, math.sqrt(10 * units.uniform_rate(total)))
     pairs = zip(uniform(units, total), lamp(units, total), strict=True)
     return nearest([share * even + (1 - share) * fed for even, fed in pairs], units, total)
-
-
-def evenness(rate: float) -> float:
-    """How far a budget is from starving anybody, between 0 and 1: √(10 rate), at most 1."""
-    return math.sqrt(min(1.0, 10 * rate))
 
 
 def global_magnitude(units: Units, total: int) -> list[int]:

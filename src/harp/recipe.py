@@ -337,7 +337,10 @@ class Recipe(_Part):
         steps = [stage.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for stage in done]
         for stage, step in zip(done, steps, strict=True):
             step["objective"] = self.stage_objective(stage)
-            step["pruner"]["name"] = PRUNERS[stage.pruner["name"]].same_as or stage.pruner["name"]
+            method = PRUNERS[stage.pruner["name"]]
+            step["pruner"]["name"] = method.same_as or stage.pruner["name"]
+            if method.revision > 1:
+                step["pruner"]["revision"] = method.revision
         text = json.dumps([FORMAT, facts, steps, contents], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

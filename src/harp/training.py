@@ -205,6 +205,8 @@ class _Training:
         x, y = self.fabric.to_device((x, y))
         if self.step == 0 and self.epoch == 0:
             self.check(x, y)
+        if self.pruner.example is None:
+            self.pruner.example = x[:1].detach()
         for replay in range(self.replays):
             loss = self.update(x, y, self.step * self.replays + replay)
         self.step += 1

@@ -50,6 +50,11 @@ class Units(Protocol):
         """The parameters that masks act on, in the order of `masked`."""
         ...
 
+    @property
+    def example(self) -> Tensor | None:
+        """Images of the kind to come, to follow the model's channels, if some are known."""
+        ...
+
     def total(self, keep: float) -> int:
         """The integer budget of a keep rate."""
         ...
@@ -109,7 +114,8 @@ class Weights:
         minimum, maximum: per pattern, the share of a layer that must / may be kept.
         budget: what `keep` is a share of: "weights", or "macs", the multiplications that the kept weights take for one
             image. Early layers of a convolutional network hold few weights and do much of the work.
-        example: a batch of images, whose shape a budget of MACs needs.
+        example: images of the kind to come: a budget of MACs needs their shape, and methods follow the ways through the
+            model with them. `harp.fit` takes its first batch if there are none.
     """
 
     kind = "weights"
@@ -127,7 +133,7 @@ class Weights:
         budget: str = "weights",
         example: Tensor | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.example = model, example
         self.left_out: dict[str, str] = {}
         self.names = [name for name, reason in classify(model, include) if self._prunable(name, reason, ignore)]
         if not self.names:

@@ -52,6 +52,8 @@ class Pruner(nn.Module):
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
     same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
+    revision: ClassVar[int] = 1  # part of its stages' hashes: raise it when the same options give another result
+
     granular: ClassVar[bool] = False  # it moves single weights and counts them: it has no form for units of other kinds
 
     # Plain attributes that `state_dict` must hold beside tensors.
@@ -66,6 +68,7 @@ class Pruner(nn.Module):
             )
         self.units = units
         self.total = total
+        self.example = units.example  # images of the kind to come; a training supplies them if they are not known
         self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
         self._flags: dict[str, bool] = {}

@@ -11,22 +11,38 @@ Zhao, Wressnegger: "Holistic Adversarially Robust Pruning", ICLR 2023. Scores s 
 
 With channels as units, kept = round(a C), and what is spent is no longer Σ a n: L_HW = max(cost(a) / budget - 1, 0)
 with the cost of the units at hand, a_t is the one rate of all layers that meets the budget, a_init = 1 and the step of
-γ is twice as large.
+γ is twice as large. The paper's ⟨·⟩ in ∂L/∂r is a sum over all entries of the layer, kept or not.
 
-The paper's ⟨·⟩ in ∂L/∂r is a sum over all entries of the layer, kept or not, as in the authors' code.
+`published=True` is that. It needs the paper's length (20 epochs of 391 steps) and thousands of kept weights. In short
+trainings or at a few hundred weights its quotas run away: a pruned filter in front of a batch norm has variance 0, the
+norm multiplies its gradients by 1/√ε = 316, and the sum over the layer is theirs alone; γ meets the budget in time only
+if its step fits the length; and the last layer, which no norm follows, asks for weights only to scale its logits. So
+by default four things differ, the rest is the same:
 
-Departures from the authors' code:
+    budget          met at every step: one shift of all quotas, a = g(r + shift), brings the rates to the budget of the
+                    moment, which falls from `start` times the target to the target in the first half of the training
+    quotas          r grows by  η clip(v / √(mean of v²), -1, 1)  a step, η falling to 0 so that no quota moves further
+                    than `reach` in the whole training, however long it is and whatever its optimiser
+                    v = -mean of ∂L/∂ŵ · w over pruned weights of filters that live: a kept weight says nothing about
+                    keeping more, and a dead filter nothing at all
+    first quotas    the rates of a strategy that keeps every layer alive, at the target
+    scores          chosen among weights that lie on a way through the network (`harp.paths`); a step moves a layer's
+                    scores by at most their own norm times the learning rate
+
+What else was tried, and what each of these is worth, is in `benchmarks/README.md`.
+
+Departures from the authors' code in both forms:
 - the budget is an integer, and the answer meets it exactly: the learned rates are scaled to it and rounded (theirs is
   met up to the tolerance of the stop rule and one weight a layer);
-- an epoch may be chosen only while the soft rates are at the budget (theirs: ever after it was met once);
+- an epoch may be chosen only while the soft rates are at the budget (theirs: ever after it was met once); rates that
+  never came down to it are not scaled, the answer then takes LAMP's;
 - a_init is at least the target: from 0.1 a target of 0.3 would never be left by the budget loss;
-- quotas are their own parameter group, with learning rate, momentum and decay of their own if wished (default: the
-  same as the scores'; decay pulls r to 0, i.e. rates up, and is part of why small layers stay dense);
-- the step of γ may follow from the length of the training, see `paced_step`; the paper's is 0.01 at 391 steps an epoch.
+- quotas are their own parameter group, with learning rate, momentum and decay of their own if wished (published: the
+  same as the scores'; decay pulls r to 0, i.e. rates up, and is part of why small layers stay dense).
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -34,105 +50,159 @@ from torch import Tensor, nn
 
 from harp.allocate import allocate
 from harp.apportion import nearest
-from harp.errors import RecipeError
-from harp.masks import Masks
+from harp.errors import ModelError, RecipeError
+from harp.masks import Masks, top_k
+from harp.paths import Paths, prefer
 from harp.pruners.base import ParameterGroup, Plan
 from harp.pruners.hydra import Hydra
 from harp.units import Units
 
 logger = logging.getLogger("harp")
 
+_DESCENT = 0.5  # the part of the training in which the budget falls to the target
+_FADING = 0.95  # of the mean of v², a step
+_TOLERANCE = 0.01  # of a budget that counts as met
+_UNKNOWN_LENGTH = 1000  # steps that a training is taken to have in a loop that does not say
+_REFRESH = 10  # steps between two looks at which weights lie on a way
+
 
 class Harp(Hydra):
     """Learn scores and rates together.
 
     Arguments:
-        initial_rate: the rate of the strategy that the quotas start from, as a share of the whole network's cost;
-            None: the paper's for such units, 0.1 for weights and 1 for channels.
-        initial_strategy: the strategy that the quotas start from.
-        gamma_step: how much γ grows an epoch; None: paced by the length of the training (the paper's if unknown).
-        quota_lr, quota_momentum, quota_weight_decay: the quotas' own; None: the optimiser's.
-        sharpness: the radius of S2AP; 0 is HARP as published.
+        initial_strategy: the strategy that the rates start from; None: `blend`, or `uniform` as published.
+        published: the paper's letter, see the top of this file.
+        start: how many times the budget is kept at first; the whole network at most.
+        reach: how far a quota can move in the training (2: a rate by a factor of 7); 0 leaves rates to the strategy.
+        initial_rate: published only: the rate of the strategy that the quotas start from, as a share of the whole
+            network's cost; None: the paper's for such units, 0.1 for weights and 1 for channels.
+        gamma_step: published only: how much γ grows an epoch; None: the paper's, 0.01 for weights, 0.02 for channels.
+        quota_lr, quota_momentum, quota_weight_decay: published only: the quotas' own; None: the optimiser's.
+        sharpness: the radius of S2AP; 0 is HARP without it.
     """
 
-    remembered = (*Hydra.remembered, "unpaced", "step", "epoch", "reached", "gamma")
+    revision = 2
+    spread: Tensor
+    remembered = (*Hydra.remembered, "step", "epoch", "reached", "gamma", "done", "length", "shift")
 
     def __init__(
         self,
         units: Units,
         keep: float,
+        initial_strategy: str | Mapping[str, float] | None = None,
+        published: bool = False,
+        start: float = 8.0,
+        reach: float = 2.0,
         initial_rate: float | None = None,
-        initial_strategy: str | Mapping[str, float] = "uniform",
         gamma_step: float | None = None,
         quota_lr: float | None = None,
         quota_momentum: float | None = None,
         quota_weight_decay: float | None = None,
         sharpness: float = 0.0,
     ) -> None:
-        initial_rate = units.initial_rate if initial_rate is None else initial_rate
-        if not 0 < initial_rate <= 1:
-            raise RecipeError(f"initial_rate {initial_rate:.6g}: give a share above 0 and at most 1")
-        if gamma_step is not None and gamma_step <= 0:
-            raise RecipeError(
-                f"gamma_step {gamma_step:.6g}: give a positive number, or none to pace it by the training"
-            )
+        own = {"lr": quota_lr, "momentum": quota_momentum, "weight_decay": quota_weight_decay}
+        own = {key: value for key, value in own.items() if value is not None}
+        papers = {"initial_rate": initial_rate, "gamma_step": gamma_step, **{f"quota_{key}": own[key] for key in own}}
+        _check(published, start, reach, papers)
         super().__init__(units, keep, sharpness=sharpness)
-        self._options = {"lr": quota_lr, "momentum": quota_momentum, "weight_decay": quota_weight_decay}
+        self.published, self.start_factor, self.reach, self._own = published, start, reach, own
         # Rates are a dozen scalars, read on the host at every step: they live there, in float64, since
         # n - floor((1 - a) n) is off by a few in float32 at millions of weights.
         self._low = torch.tensor(units.floors, dtype=torch.float64).clamp_min(0.1 * units.uniform_rate(self.total))
         self._span = torch.tensor(units.ceilings, dtype=torch.float64) - self._low
-        rate = max(initial_rate, self.total / units.size)
-        self.quotas = nn.Parameter(self._inverse(self._initial_rates(rate, initial_strategy)))
-        self.unpaced = gamma_step is None
-        self.step = units.gamma_step if gamma_step is None else gamma_step
+        first = self.total / units.size
+        if published:
+            first = max(first, units.initial_rate if initial_rate is None else initial_rate)
+        strategy = initial_strategy or ("uniform" if published else "blend")
+        self.quotas = nn.Parameter(self._inverse(self._initial_rates(first, strategy)))
+        self.register_buffer("spread", torch.zeros_like(self.quotas.detach()))  # the mean of v²
+        self._safe = allocate("lamp", units, self.total)  # keeps every layer alive, whatever was learned
+        self.step = self.gamma = (units.gamma_step if gamma_step is None else gamma_step) if published else 0.0
         self.epoch = 1
-        self.reached = False  # the target was met at the end of an epoch, and γ is frozen
-        self.gamma = self.step
+        self.reached = False  # the target was met at the end of an epoch
+        self.done, self.length = 0, 0  # steps of this training; 0 if its length is not known
+        self.shift = 0.0  # of all quotas, which brings the rates to the budget of the moment
+        self._paths: Paths | None = None
+        self._blind = False  # the ways through the model can't be followed
+        self._kept: list[Tensor] = []  # units in force, a mask a layer
+        if self._follows_paths():
+            for i, score in enumerate(self.scores):
+                self.register_buffer(f"open{i}", torch.ones_like(score, dtype=torch.bool))
 
     def rates(self) -> Tensor:
-        """a = g(r), one a layer."""
-        return self._low + self._span * self.quotas.cpu().double().sigmoid()
+        """a = g(r), one a layer; by default at the shift that meets the budget of the moment."""
+        return self._rates(self.shift)
 
     def budget_loss(self) -> Tensor:
         """L_HW: how far the soft rates are above the budget, relative to it."""
         return (self.units.cost(self.rates()) / self.total - 1).clamp_min(0)
 
     def latents(self) -> list[ParameterGroup]:
-        """The scores, and the quotas as a group of their own."""
-        own = {key: value for key, value in self._options.items() if value is not None}
-        return [{"params": self.learned_scores()}, {"params": [self.quotas], **own}]
+        """The scores, and as published the quotas as a group of their own; by default they move by themselves."""
+        return [{"params": self.learned_scores()}, *([{"params": [self.quotas], **self._own}] * self.published)]
 
     def start(self, plan: Plan | None = None) -> None:
-        """Pace γ by the training ahead, unless its step is given; write the first weights."""
-        if self.unpaced and plan is not None:
-            self.step = self.gamma = self.paced_step(plan)
-            logger.info(
-                "HARP: γ grows by %g an epoch, paced by %d epochs of %d steps", self.step, plan.epochs, plan.steps
-            )
-            self.unpaced = False  # a resumed training keeps the pace it has
+        """Learn how long the training is; write the first weights."""
+        if plan is not None:
+            self.length = plan.epochs * plan.steps
+        self._follow_budget()
+        if not self.done:
+            self._find_open()
         super().start(plan)
+
+    def after_step(self) -> None:
+        """Meet the budget of the moment, then write the weights that the new latents give."""
+        self.done += 1
+        self._follow_budget()
+        if self.done % _REFRESH == 0:
+            self._find_open()
+        super().after_step()
 
     @torch.no_grad()
     def current(self) -> Masks:
         """Top |s| at the rates' counts, n - floor((1 - a) n) for weights, within the layers' limits."""
-        return self.top(self.units.counts(self.rates().tolist()))
+        strengths = self._strengths()
+        if self._follows_paths():
+            strengths = [prefer(s, self.get_buffer(f"open{i}")) for i, s in enumerate(strengths)]
+        counts = self.units.counts(self.rates().tolist())
+        self._kept = [top_k(strength, count) for strength, count in zip(strengths, counts, strict=True)]
+        return self.units.expand(self._kept)
 
+    @torch.no_grad()
     def masks(self) -> Masks:
-        """Top |s| at the integer counts nearest to the learned rates within the budget."""
-        wish = self.rates().detach().numpy() * np.array(self.units.sizes)
-        return self.top(nearest(wish, self.units, self.total))
+        """Top |s| at the integer counts nearest to the learned rates within the budget.
 
+        Rates that the budget loss has not brought down are a runaway: LAMP's take their place.
+        """
+        if self.published and float(self.budget_loss()) >= _TOLERANCE:
+            return self.top(self._safe)
+        rates = self.rates() if self.published else self._rates(self._balance(self.total))
+        counts = nearest(rates.numpy() * np.array(self.units.sizes), self.units, self.total)
+        paths = self._known_paths()
+        if paths is None:
+            return self.top(counts)
+        chosen, _ = paths.choose(dict(zip(self.units.names, self._strengths(), strict=True)), counts)
+        return chosen
+
+    @torch.no_grad()
     def pull(self, gradients: list[Tensor | None]) -> None:
-        """Scores as in HYDRA; quotas by the sum of the mask's gradient and the budget loss, both through g'."""
-        sums = torch.stack([self.quotas.new_zeros(()) if g is None else g.sum().to(self.quotas) for g in gradients])
+        """Scores as in HYDRA; quotas by what more weights would be worth, or as published."""
+        if self.published:
+            self._pull_as_published(gradients)
+            return
+        worth = self._worth(gradients)
         super().pull(gradients)
-        with torch.enable_grad():  # a dozen scalars: autograd writes g' and the budget's gradient for us
-            objective = (sums.cpu().double() * self.rates()).sum() + self.gamma * self.budget_loss()
-            (self.quotas.grad,) = torch.autograd.grad(objective, self.quotas)
+        for score in self.scores:
+            if score.grad is not None:
+                score.grad.nan_to_num_(0.0, 0.0, 0.0)  # behind norms of variance 0 gradients may overflow
+                score.grad.mul_((score.detach().norm() / score.grad.norm().clamp_min(1e-12)).clamp(max=1.0))
+        self.spread.mul_(_FADING).addcmul_(worth, worth, value=1 - _FADING)
+        length = self.length or _UNKNOWN_LENGTH
+        step = self.reach * 2 / length * max(0.0, 1 - self.done / length)
+        self.quotas.add_((worth / self.spread.sqrt().clamp_min(1e-12)).clamp(-1, 1), alpha=step)
 
     def after_epoch(self) -> None:
-        """Freeze γ at the first epoch that ends within budget (to four digits); else let it grow."""
+        """As published: freeze γ at the first epoch that ends within budget (to four digits); else let it grow."""
         self.reached = self.reached or round(float(self.budget_loss().detach()), 4) == 0
         self.epoch += 1
         if not self.reached:
@@ -141,44 +211,82 @@ class Harp(Hydra):
     @property
     def ready(self) -> bool:
         """Whether the budget was met and the soft rates are still within one per cent of it."""
-        return self.reached and float(self.budget_loss().detach()) < 0.01
+        return self.reached and float(self.budget_loss().detach()) < _TOLERANCE
 
     def metrics(self) -> dict[str, float]:
-        """γ of the epoch, the budget loss and the soft density."""
+        """How far the rates are above the budget, the soft density, and as published γ of the epoch."""
         soft = float(self.units.cost(self.rates().detach())) / self.units.size
-        return {"gamma": self.gamma, "budget_loss": float(self.budget_loss().detach()), "rate": soft}
+        found = {"budget_loss": float(self.budget_loss().detach()), "rate": soft}
+        return {"gamma": self.gamma, **found} if self.published else found
 
-    def paced_step(self, plan: Plan) -> float:
-        """The step of γ at which the budget loss alone would meet the target after a fifth of the training.
+    def _rates(self, shift: float) -> Tensor:
+        return self._low + self._span * (self.quotas.cpu().double() + shift).sigmoid()
 
-        γ is not free of scale: its push adds up over optimiser steps and grows with 1/a_t. The paper's runs (20 epochs
-        of 391 steps, step 0.01) meet the target about half-way, and a simulation of their quotas under the budget loss
-        alone does after a fifth to a third, as the task's gradient holds them back. The simulation costs a fraction of
-        a second, needs no data, and gives short trainings the step that plays the same part in them.
-        """
-        low, high = 1e-8, 1e4
-        for _ in range(24):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if self._meets_budget(middle, plan) else (middle, high)
-        return float(f"{high:.2g}")
+    def _pull_as_published(self, gradients: list[Tensor | None]) -> None:
+        """Quotas by the sum of the mask's gradient and the budget loss, both through g'."""
+        sums = torch.stack([self.quotas.new_zeros(()) if g is None else g.sum().to(self.quotas) for g in gradients])
+        super().pull(gradients)
+        with torch.enable_grad():  # a dozen scalars: autograd writes g' and the budget's gradient for us
+            objective = (sums.cpu().double() * self.rates()).sum() + self.gamma * self.budget_loss()
+            (self.quotas.grad,) = torch.autograd.grad(objective, self.quotas)
 
-    def _meets_budget(self, step: float, plan: Plan, share: float = 0.2) -> bool:
-        """Simulate SGD on the quotas under γ L_HW and weight decay for the first part of the training."""
-        defaults = {"lr": plan.lr, "momentum": plan.momentum, "weight_decay": plan.weight_decay}
-        own = {**defaults, **{key: value for key, value in self._options.items() if value is not None}}
+    def _worth(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """v: how much the loss falls by a pruned unit's mask, on average; filters without a kept weight left out."""
+        found = []
+        for gradient, kept in zip(gradients, self._kept, strict=True):
+            if gradient is None:
+                found.append(self.quotas.new_zeros(()))
+                continue
+            alive = kept.flatten(1).any(dim=1).view(-1, *[1] * (kept.ndim - 1)) if kept.ndim > 1 else True
+            pruned = ~kept & alive
+            found.append(-(gradient.nan_to_num(0.0, 0.0, 0.0) * pruned).sum() / pruned.sum().clamp_min(1))
+        return torch.stack([value.to(self.quotas) for value in found])
+
+    def _follow_budget(self) -> None:
+        """Let the rates spend the budget of the moment: it falls from `start` times the target by even factors."""
+        if self.published:
+            return
+        left = max(0.0, 1 - self.done / (_DESCENT * self.length)) if self.length else 0.0
+        most = max(1.0, min(self.start_factor, self.units.spend(self.units.upper) / self.total))
+        self.shift = self._balance(self.total * most**left)
+
+    def _balance(self, budget: float) -> float:
+        """The shift of all quotas at which the soft rates spend a budget."""
         low, span = self._low.numpy(), self._span.numpy()
         quotas = self.quotas.detach().cpu().double().numpy()
-        velocity = np.zeros_like(quotas)
-        steps = plan.epochs * plan.steps
-        for t in range(max(1, int(share * steps))):
-            sigmoid = 1 / (1 + np.exp(-quotas.clip(-60, 60)))
-            cost, gradient = self.units.slope(low + span * sigmoid)
-            if cost <= self.total:
-                return True
-            slope = step * (1 + t // plan.steps) * (gradient / self.total) * span * sigmoid * (1 - sigmoid)
-            velocity = own["momentum"] * velocity + slope + own["weight_decay"] * quotas
-            quotas = quotas - own["lr"] * plan.shape(t / steps) * velocity
-        return False
+        below, above = -60.0, 60.0
+        for _ in range(60):
+            middle = (below + above) / 2
+            cost, _ = self.units.slope(low + span / (1 + np.exp(-(quotas + middle))))
+            below, above = (middle, above) if cost <= budget else (below, middle)
+        return below
+
+    def _strengths(self) -> list[Tensor]:
+        return [score.detach().abs() for score in self.scores]
+
+    def _follows_paths(self) -> bool:
+        return not self.published and self.units.kind == "weights"
+
+    def _known_paths(self) -> Paths | None:
+        """The ways through the network, once an example of its images is known and if they can be followed."""
+        if self._paths is None and not self._blind and self._follows_paths() and self.example is not None:
+            try:
+                self._paths = Paths(self.units.model, self.example.to(self.units.weights[0]))
+            except ModelError as error:
+                logger.info("weights are chosen without a look at the ways through the network: %s", error)
+                self._blind = True
+        return self._paths
+
+    @torch.no_grad()
+    def _find_open(self) -> None:
+        """Look which weights lie on a way, or could: the others are chosen last until the next look."""
+        paths = self._known_paths()
+        if paths is None:
+            return
+        strengths = dict(zip(self.units.names, self._strengths(), strict=True))
+        _, possible = paths.choose(strengths, self.units.counts(self.rates().tolist()))
+        for i, name in enumerate(self.units.names):
+            self.get_buffer(f"open{i}").copy_(possible[name])
 
     def _initial_rates(self, rate: float, strategy: str | Mapping[str, float]) -> Tensor:
         sizes = torch.tensor(self.units.sizes, dtype=torch.float64)
@@ -209,3 +317,20 @@ class HarpScores(Hydra):
 
     def __init__(self, units: Units, keep: float, sharpness: float = 0.0) -> None:
         super().__init__(units, keep, sharpness=sharpness)
+
+
+def _check(published: bool, start: float, reach: float, papers: Mapping[str, float | None]) -> None:
+    """Refuse options that make no sense, alone or together."""
+    if not 1 <= start < float("inf"):
+        raise RecipeError(f"start {start:.6g}: give how many times the budget is kept at first, 1 or more, like 8")
+    if not 0 <= reach < float("inf"):
+        raise RecipeError(f"reach {reach:.6g}: give a positive number, like 2, or 0 to leave the rates to the strategy")
+    rate, step = papers["initial_rate"], papers["gamma_step"]
+    if rate is not None and not 0 < rate <= 1:
+        raise RecipeError(f"initial_rate {rate:.6g}: give a share above 0 and at most 1")
+    if step is not None and not 0 < step < float("inf"):
+        raise RecipeError(f"gamma_step {step:.6g}: give a positive number")
+    given = {name: value for name, value in papers.items() if value is not None}
+    if given and not published:
+        name, value = next(iter(given.items()))
+        raise RecipeError(f"{name} {value:.6g} is part of HARP as published: add published=true, or leave it out")
