@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import scaling, slim, step
+from benchmarks import scaling, slim, stability, step
 from benchmarks.timing import Times, interleaved
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--batch", "8", "--steps", "2", "--repeats", "2"]
@@ -114,3 +114,45 @@ def test_scaling_compares_two_processes_with_one(capsys: pytest.CaptureFixture[s
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["ratio"] > 0 and result["effort"] > 0 and 0 < result["pipeline_share"] < 1
     assert len(result["memory_growth_mb"]) == 2 and len(result["wall_seconds"]["two"]) == 2
+
+
+def test_harp_meets_its_budget_and_stays_above_chance_with_default_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ["--short", "--jobs", "1", "--out", str(tmp_path)]
+    assert stability.main(short) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["runs"], result["missing"], result["both_at_chance"]) == (3, 0, 0)
+    assert all(cell["ours"]["kept"] == cell["ours"]["budget"] for cell in result["cells"])
+    monkeypatch.setattr(stability, "measure", None)  # finished cells are read, not computed
+    assert stability.main(short) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert (result["unmet_cells"], result["at_chance_cells"]) == ([], [])
+
+
+STABLE_RUN = {"method": "harp", "met": True, "natural": 0.7, "robust": 0.5, "at_chance": False, "budget": 1085}
+STABLE_RUN |= {"dense_natural": 0.8, "dense_robust": 0.6, "n": 1000, "device": "cpu", "versions": {}}
+
+
+def test_stability_counts_failures_and_names_the_worst_cell(tmp_path: Path) -> None:
+    cells = [stability.Cell("harp", "plain", keep, 1, stability.SHORT) for keep in (0.1, 0.01, 0.001)]
+    lost = {"met": False, "robust": 0.1, "at_chance": True}
+    pairs = [({}, {}), (lost, {}), ({**lost, "met": True}, lost)]
+    for cell, (ours, rival) in zip(cells, pairs, strict=True):
+        record = {"cell": cell.name, "method": "harp", "network": "plain", "keep": cell.keep}
+        record |= {"ours": STABLE_RUN | ours, "rival": STABLE_RUN | rival}
+        record["gap"] = 100 * (record["ours"]["robust"] - record["rival"]["robust"])
+        cell.file(tmp_path).parent.mkdir(exist_ok=True)
+        cell.file(tmp_path).write_text(json.dumps(record))
+    result = stability.collected(cells, tmp_path)
+    assert (result["runs"], result["unmet"], result["at_chance"], result["both_at_chance"]) == (3, 1, 1, 1)
+    assert (result["worst_gap_to_hydra_lamp"], result["worst_cell"]) == (-40, "plain, keep 1 %, seed 1")
+    assert stability.table(result["cells"]).count("\n") == 4
+
+
+@pytest.mark.parametrize("flags", [["--keep", "0"], ["--method", "nope"], ["--method", "dnr"], ["--networks", "x"]])
+def test_stability_refuses_bad_arguments_in_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        stability.main(flags)
+    assert stop.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
