@@ -97,5 +97,6 @@ def test_the_sentence_says_how_the_network_was_before() -> None:
     assert "10.0% on 1,000 test images" in after and "84.0% before pruning" in after
     both = chance_level.warning([bad], [bad])
     assert both is not None and "as it did before pruning (10.0%)" in both
-    alone = chance_level.warning([bad], [])
-    assert alone is not None and "before" not in alone
+    for alone in (chance_level.warning([bad], []), chance_level.warning([bad], [bad], trained=False)):
+        assert alone is not None and "before" not in alone
+    assert chance_level.warning([bad], [good], trained=False) == after, "it came with weights of its own"

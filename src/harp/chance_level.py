@@ -49,10 +49,14 @@ def natural(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return next((result for result in results if not result.get("attack")), None)
 
 
-def warning(results: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> str | None:
-    """One sentence if a finished network answers at chance level; `before` is what was measured before pruning.
+def warning(
+    results: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], trained: bool = True
+) -> str | None:
+    """One sentence if a finished network answers at chance level.
 
-    An empty `before` stands for a run that pruned nothing, or pruned a network that had not been trained.
+    Arguments:
+        before: what was measured before pruning; empty for a run that pruned nothing.
+        trained: whether that network was meant to know anything: one with random weights is not compared with.
     """
     found, old = natural(results), natural(before)
     if found is None or not result_at_chance(found):
@@ -60,7 +64,7 @@ def warning(results: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, 
     share = constant_accuracy(found["totals"], is_balanced(found))
     known = f"natural accuracy {found['value']:.1%} on {sum(found['totals']):,} test images"
     numbers = f"{known}, where always the same answer gets {share:.1%}"
-    if old is None:
+    if old is None or (not trained and result_at_chance(old)):
         return f"The network answers at chance level: {numbers}."
     if result_at_chance(old):
         return f"The network answers at chance level, as it did before pruning ({old['value']:.1%}): {numbers}."

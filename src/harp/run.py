@@ -457,8 +457,8 @@ class Run:
 
     def _warnings(self, outcome: Outcome) -> dict[str, Any]:
         """What a reader has to be warned of: as facts, and as one plain sentence each."""
-        begins_trained = not _prunes(self.recipe.stages[0]) or self.recipe.model.weights is not None
-        chance = chance_level.warning(outcome.results, outcome.dense if begins_trained else ())
+        trained = not _prunes(self.recipe.stages[0]) or self.recipe.model.weights is not None
+        chance = chance_level.warning(outcome.results, outcome.dense, trained)
         unmet = [text for number in range(len(self.recipe.stages)) if (text := self._budget_warning(number))]
         return {
             "at_chance": chance is not None,
