@@ -14,8 +14,12 @@ import torch
 from hypothesis import settings
 
 from harp import cli
+from harp.errors import AT_CHANCE
 
 Harp = Callable[..., tuple[int, str, str]]
+
+FINISHED = (0, AT_CHANCE)
+"""The exit codes of a finished run: trainings as short as those of tests may leave a network at chance level."""
 
 torch.set_num_threads(1)
 

@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from harp import checkpoint, models
-from tests.conftest import Harp
+from harp.errors import AT_CHANCE
+from tests.conftest import FINISHED, Harp
 
 RECIPE = {
     "name": "tiny",
@@ -48,7 +49,7 @@ def refused(harp: Harp, *words: str, said: str) -> None:
 def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "tiny.yaml")
     code, out, err = harp("run", recipe, "--set", "seed=3")
-    assert code == 0, err
+    assert code == AT_CHANCE, err  # so short a training leaves a network that knows nothing
     assert "HARP: γ grows by" in err
     (folder,) = Path("runs").glob("tiny-*")
     files = {path.name for path in folder.iterdir()}
@@ -72,7 +73,7 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
 
     stages = {path: path.stat().st_mtime_ns for path in Path("runs/stages").rglob("model.safetensors")}
     code, again, err = harp("run", recipe, "--set", "seed=3")
-    assert code == 0
+    assert code == AT_CHANCE
     assert err.count("done before") == 3
     assert again == out
     assert all(path.stat().st_mtime_ns == time for path, time in stages.items())
@@ -100,11 +101,11 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
 
 
 def test_recipes_that_begin_alike_share_their_pretraining(harp: Harp, tmp_path: Path) -> None:
-    assert harp("run", write_recipe(tmp_path / "a.yaml"))[0] == 0
+    assert harp("run", write_recipe(tmp_path / "a.yaml"))[0] in FINISHED
     stages = [dict(stage) for stage in RECIPE["stages"]]  # type: ignore[attr-defined]
     stages[1] = {"name": "prune", "pruner": {"name": "magnitude", "keep": "5%", "strategy": "lamp"}, "epochs": 0}
     code, _, err = harp("run", write_recipe(tmp_path / "b.yaml", name="other", stages=stages))
-    assert code == 0
+    assert code in FINISHED
     assert err.count("done before") == 1
     assert len(list(Path("runs/stages").glob("*-pretrain"))) == 1
 
@@ -128,12 +129,12 @@ def test_prune_from_flags_with_a_model_and_weights_of_ones_own(harp: Harp, tmp_p
         "--finetune",
         "1",
     )
-    assert code == 0, err
+    assert code in FINISHED, err
     (folder,) = Path("runs").glob("harp-mine-py-net-10-*")
     weights = str(folder / "model.safetensors")
     words = ["--data", "digits", "--weights", weights, "--keep", "1/20", "--finetune", "1", "--out", "second"]
     code, out, err = harp("prune", "mine.py:net", "--method", "magnitude", "--strategy", "erk", "--prune", "0", *words)
-    assert code == 0, err
+    assert code in FINISHED, err
     assert "2,368 → 118 (4.983%)" in out
     assert not list(Path("second/stages").glob("*-pretrain"))
 

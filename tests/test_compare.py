@@ -19,13 +19,14 @@ import yaml
 from harp import confidence, files, recipe, standings, study
 from harp.compare import Comparison
 from harp.display import Quiet
-from harp.errors import BudgetError, Interrupted, RecipeError
+from harp.errors import AT_CHANCE, BudgetError, Interrupted, RecipeError
 from harp.launchers import local
 from harp.parallel import Task, work
 from harp.processes import engine
 from harp.pruners import PRUNERS
 from harp.run import Run
-from tests.conftest import Harp
+from tests.conftest import FINISHED, Harp
+from tests.finished_run import edit
 from tests.test_cli import RECIPE, refused
 from tests.test_survival import wait_for
 
@@ -255,11 +256,41 @@ def test_a_failing_run_is_shown_and_the_others_survive(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in outcome["rows"]}
     assert (rows["magnitude"]["failed"], rows["dense-small"]["failed"]) == (1, 0)
     cells = standings.cells(rows["magnitude"])
-    assert cells[-2:] == ["1 of 2", "error: out of | luck"]
-    assert r"| 1 of 2 | error: out of \| luck |" in (comparison.folder / "table.md").read_text()
+    assert cells[-2] == "1 of 2" and cells[-1].endswith("error: out of | luck")
+    assert r"error: out of \| luck |" in (comparison.folder / "table.md").read_text()
     assert [run["name"] for run in outcome["runs"] if run["failed"]] == ["t-magnitude-90-seed1"]
     repaired = comparison.execute(start=here(comparison))
     assert not any(row["failed"] for row in repaired["rows"])
+
+
+def test_a_run_at_chance_level_is_finished_and_its_row_says_so(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, methods=["harp", "magnitude"], seeds=[0, 1])
+    run = here(comparison)
+
+    def start(name: str) -> Done:
+        run(name)
+        entry = next(entry for entry in comparison.entries if entry.name == name)
+        wrecked = name in ("t-dense-seed0", "t-magnitude-90-seed1")
+        facts = {"at_chance": wrecked, "budget_met": "harp" not in name, "warnings": ["one"] if wrecked else []}
+        edit(entry.folder / "summary.json", **facts)
+        return Done(AT_CHANCE if wrecked else 0)
+
+    outcome = comparison.execute(start=start)
+    assert not [run for run in outcome["runs"] if run["failed"]], "nor what begins with it"
+    notes = {row["method"]: standings.cells(row)[-1] for row in outcome["rows"]}
+    assert notes == {"dense": "1 of 2 at chance", "magnitude": "1 of 2 at chance", "harp": "budget unmet in 2 of 2"}
+    assert "| – | budget unmet in 2 of 2 |" in (comparison.folder / "table.md").read_text()
+    runs = {run["name"]: run for run in json.loads((comparison.folder / "results.json").read_text())["runs"]}
+    assert runs["t-magnitude-90-seed1"]["at_chance"] and runs["t-magnitude-90-seed1"]["warnings"] == ["one"]
+    assert not runs["t-magnitude-90-seed0"]["at_chance"] and not runs["t-harp-90-seed0"]["budget_met"]
+
+    for entry in comparison.entries:  # as older versions wrote it
+        path = entry.folder / "summary.json"
+        told = json.loads(path.read_text())
+        for key in ("at_chance", "budget_met", "warnings"):
+            del told[key]
+        path.write_text(json.dumps(told))
+    assert {standings.cells(row)[-1] for row in comparison.execute(start=never)["rows"]} == {""}
 
 
 def test_without_its_pretraining_a_run_is_not_started(tmp_path: Path) -> None:
@@ -402,7 +433,7 @@ def test_two_processes_train_a_stage_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harp", "run", "r.yaml"]
     both = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     logs = [process.communicate(timeout=280)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], logs
+    assert all(process.returncode in FINISHED for process in both), logs
     for stage in ("pretrain", "prune", "finetune"):
         assert sum(log.count(f"{stage}: epoch 1/1") for log in logs) == 1, logs
         assert sum(log.count(f"{stage}: done before") for log in logs) == 1, logs
@@ -471,6 +502,14 @@ def test_tables_are_in_the_units_of_the_budget() -> None:
     text = standings.markdown(outcome | {"size": 3_801_514, "unit": "FLOPs"})
     assert "## keep 25 %: 950,379 of 3,801,514 FLOPs" in text
     assert "| method | FLOPs kept |" in text and "| harp | 902,086 |" in text and "weights kept" not in text
+
+
+def test_a_row_says_all_that_is_wrong_with_its_runs() -> None:
+    facts = {"method": "m", "keep": 0.1, "failed": None, "epochs": [1], "natural": 0.5, "robust": 0.4, "seconds": 1.0}
+    facts |= {"kept": 10}
+    told = [{"at_chance": True}, {"budget_met": False}, {"at_chance": True, "budget_met": False}, {"failed": "why"}]
+    (row,) = standings.rows([{**facts, "seed": seed, **each} for seed, each in enumerate(told)])
+    assert standings.cells(row)[-1] == "2 of 4 at chance; budget unmet in 2 of 4; why"
 
 
 def test_the_overview_has_a_row_a_method_and_a_column_a_budget() -> None:

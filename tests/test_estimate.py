@@ -28,7 +28,7 @@ from harp.estimate import attacking, counting, hardware, machine, measuring, pas
 from harp.estimate.known import KNOWN, Sizes, sizes
 from harp.pruners import PRUNERS
 from harp.sources import source
-from tests.conftest import Harp
+from tests.conftest import FINISHED, Harp
 from tests.pictures import fill
 from tests.test_cli import RECIPE, refused
 from tests.test_compare import STUDY
@@ -488,7 +488,7 @@ def test_the_estimate_is_right_within_a_factor_of_two(harp: Harp, tmp_path: Path
     share = statistics.fmean(row["share"] for row in told["stages"])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "harp", "run", "demo", *changes]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode in FINISHED
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     estimated = told["seconds"] * share * torch.get_num_threads()

@@ -10,7 +10,18 @@ import harp
 SOURCE = Path(harp.__file__).parent
 LAYERS = [
     {"errors", "seeds", "display", "confidence"},
-    {"files", "processes", "normalize", "loaders", "readers", "modes", "schedules", "standings", "energy"},
+    {
+        "files",
+        "processes",
+        "normalize",
+        "loaders",
+        "readers",
+        "modes",
+        "schedules",
+        "standings",
+        "energy",
+        "chance_level",
+    },
     {"seal", "plain", "finite"},
     {"compact", "streaming"},
     {"sparse"},

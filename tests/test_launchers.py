@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from harp.display import Quiet
-from harp.errors import CheckpointError, Interrupted, RecipeError, SchedulerError
+from harp.errors import AT_CHANCE, CheckpointError, Interrupted, RecipeError, SchedulerError
 from harp.launchers import command, scheduler, script
 from harp.launchers.jobs import Job, Ledger, State
 from harp.launchers.slurm import Slurm
@@ -40,7 +40,7 @@ def make(tmp_path: Path) -> Make:
         jobs = []
         for name, after in (("first", None), ("second", "first")):
             done, code = tmp_path / f"{name}.done", tmp_path / f"{name}.code"
-            ends = f"code=$(cat {code} 2> /dev/null || echo 0); [ $code = 0 ] && touch {done}; exit $code"
+            ends = f"code=$(cat {code} 2> /dev/null || echo 0); [[ $code =~ ^[03]$ ]] && touch {done}; exit $code"
             text = f"echo I am {name}; {ends}"
             jobs.append(
                 Job(name, ("bash", "-c", text), tmp_path / "study" / "logs" / f"{name}.log", done.exists, after)
@@ -145,6 +145,21 @@ def test_what_failed_is_submitted_again_and_what_waits_for_it_too(cluster: Clust
     assert states(queue) == ["finished", "finished"]
 
 
+@pytest.mark.parametrize("commands", [("squeue", "sacct", "scancel"), ()], ids=["with accounting", "by files"])
+def test_a_run_at_chance_level_is_finished_and_the_next_one_starts(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, commands: tuple[str, ...]
+) -> None:
+    cluster = Cluster(tmp_path / "cluster", ("sbatch", "scontrol", *commands))
+    monkeypatch.setenv("PATH", f"{cluster.bin}:/usr/bin:/bin")
+    queue = make()
+    (tmp_path / "first.code").write_text(str(AT_CHANCE))
+    queue.bring()
+    assert cluster.run() == ["first", "second"], "the second waits for the first to end well"
+    assert states(queue) == ["finished", "finished"]
+    assert (queue.folder / "jobs" / "first.state").read_text() == "ended:0 1\n"
+    assert queue.wait(Quiet(), seconds=0.01) == {}
+
+
 def test_a_finished_run_is_nobodys_dependency(cluster: Cluster, make: Make, tmp_path: Path) -> None:
     (tmp_path / "first.done").touch()
     queue = make()
@@ -227,10 +242,10 @@ def test_without_squeue_the_files_tell(tmp_path: Path, make: Make, monkeypatch: 
     (queue.folder / "jobs" / "first.state").write_text("running 1\n")
     assert states(queue) == ["running", "queued"]
     assert len(cluster.calls("sbatch")) == 2 and queue.bring() and len(cluster.calls("sbatch")) == 2
-    (tmp_path / "first.code").write_text("3")
+    (tmp_path / "first.code").write_text("4")
     cluster.run()
     first, second = queue.look()
-    assert (first.state, first.note) == (State.FAILED, "exit code 3")
+    assert (first.state, first.note) == (State.FAILED, "exit code 4")
     assert (second.state, second.note) == (State.FAILED, "not started: first failed")
     (tmp_path / "first.code").unlink()
     queue.bring()

@@ -20,7 +20,7 @@ from harp.display import Quiet
 from harp.errors import DataError, Interrupted, RecipeError
 from harp.run import Run
 from harp.streaming.streamed import Streamed
-from tests.conftest import Harp
+from tests.conftest import FINISHED, Harp
 from tests.pictures import encoded, fill
 from tests.test_streaming import damage
 
@@ -117,7 +117,7 @@ def test_two_processes_share_one_list_of_damaged_images_and_tell_of_each_once(tm
     devices = "--devices", "2", "--accelerator", "cpu"
     command = [sys.executable, "-m", "harp", *words, *devices]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode in FINISHED, done.stderr
     (found,) = tmp_path.glob("b/stages/*-pretrain/corrupt.txt")
     assert {line.removeprefix("pictures/") for line in found.read_text().splitlines()} == {
         line.removeprefix(f"{tmp_path}/pictures/") for line in expected
@@ -225,7 +225,7 @@ def test_the_command_takes_workers(harp: Harp, tmp_path: Path) -> None:
     content = {**RECIPE, "data": {**RECIPE["data"], "stream": True}, "stages": RECIPE["stages"][:1]}
     Path("r.yaml").write_text(yaml.safe_dump(content))
     code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--workers", "1")
-    assert code == 0, err
+    assert code in FINISHED, err
     code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--set", "seed=1", "--workers", "-1")
     assert code == 2 and "workers -1, expected 0 or more" in err
     (folder,) = Path("runs").glob("streamed-*")

@@ -6,6 +6,7 @@ import pytest
 
 from harp.cli import voice
 from harp.display import Quiet, Terminal
+from harp.errors import AT_CHANCE, LOST, UNFINISHED
 from harp.processes import peers
 from tests.conftest import Harp
 
@@ -20,6 +21,24 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
 def test_the_first_shows_and_warns(logger: logging.Logger) -> None:
     assert isinstance(voice.display(first=True), Terminal) and not logger.disabled
     assert type(voice.display(first=False)) is Quiet and logger.disabled
+
+
+@pytest.mark.parametrize(
+    ("code", "in_order"), [(None, True), (0, True), (AT_CHANCE, True), (UNFINISHED, True), (2, False), (LOST, False)]
+)
+def test_the_others_are_told_whether_an_end_is_in_order(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool
+) -> None:
+    told: list[bool] = []
+
+    class First(peers.Alone):
+        def leave(self, in_order: bool = True) -> None:
+            told.append(in_order)
+
+    monkeypatch.setattr(peers, "several", lambda: True)
+    monkeypatch.setattr(peers, "of_this_run", First)
+    voice.leave(code)
+    assert told == [in_order]
 
 
 def test_others_are_silent_in_an_evaluation(

@@ -224,6 +224,9 @@ class Comparison:
             "epsilon": summary.epsilon_text(numbers[self.attack]),
             "dense": {result["name"]: result["value"] for result in known["dense"]},
             "versions": numbers["natural"]["versions"],
+            "at_chance": known.get("at_chance", False),
+            "budget_met": known.get("budget_met", True),
+            "warnings": known.get("warnings", []),
         }
 
     def write(self, records: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a few repetitions say of a mean: its 95 % interval by Student's t."""
+"""95 % intervals: of a mean over a few repetitions by Student's t, of a share of images by Wilson."""
 
 import math
 import statistics
@@ -26,3 +26,14 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if len(values) < 2:
         return mean, math.nan
     return mean, quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share p of n images, which also holds near 0 and 1.
+
+    (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)
+    """
+    middle = share + _Z**2 / (2 * n)
+    half = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    scale = 1 + _Z**2 / n
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

@@ -20,6 +20,9 @@ prints just that line and exits with 2.
 
 import signal
 
+AT_CHANCE = 3
+"""The exit code of a run that finished with a network that answers at chance level; all its files are there."""
+
 UNFINISHED = 75
 """The exit code of a command that saved its work and goes on when it is run again (EX_TEMPFAIL)."""
 

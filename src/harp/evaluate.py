@@ -13,6 +13,7 @@ import harp
 from harp.answers import classes_of
 from harp.assault import BATCH, Assault
 from harp.attacks import Attack, check_number
+from harp.confidence import wilson
 from harp.processes.peers import Alone
 
 _Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
@@ -52,11 +53,8 @@ class Score:
     def interval(self, balanced: bool = False) -> tuple[float, float]:
         """The 95 % confidence interval of the accuracy, or of the balanced accuracy.
 
-        Wilson's for the accuracy p of n images, which also holds near 0 and 1,
-
-            (p + z²/2n ± z √(p (1 − p)/n + z²/4n²)) / (1 + z²/n)
-
-        and for the balanced accuracy of C classes the normal one of a stratified sample, clipped to [0, 1]:
+        Wilson's for the accuracy, and for the balanced accuracy of C classes the normal one of a stratified sample,
+        clipped to [0, 1]:
 
             mean p_c ± z √(Σ p_c (1 − p_c)/n_c) / C
         """
@@ -64,11 +62,7 @@ class Score:
             strata = [(p, n) for p, n in zip(self.per_class, self.totals, strict=True) if n]
             half = _Z * math.sqrt(sum(p * (1 - p) / n for p, n in strata)) / len(strata)
             return max(0.0, self.balanced_accuracy - half), min(1.0, self.balanced_accuracy + half)
-        p, n = self.accuracy, self.n
-        middle = p + _Z**2 / (2 * n)
-        half = _Z * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
-        scale = 1 + _Z**2 / n
-        return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+        return wilson(self.accuracy, self.n)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain values, for a report or a file."""

@@ -49,6 +49,11 @@ class Finished:
         return [found for found in self.evaluation if found["kind"] == kind]
 
     @property
+    def warnings(self) -> list[str]:
+        """What a reader has to be warned of, a sentence each; older runs don't say."""
+        return list(self.summary.get("warnings", ()))
+
+    @property
     def pruning(self) -> Stage | None:
         """The last stage that prunes; None for a run that is dense to the end."""
         found = [stage for stage in self.recipe.stages if stage.pruner["name"] not in ("dense", "fixed")]
@@ -185,6 +190,9 @@ def _check_summary(path: Path, summary: Mapping[str, Any]) -> None:
             raise CheckpointError(f"{path} has no {key!r}: it is not what `harp run` writes")
         for entry in entries:
             _check_parts(path, entry, parts)
+    warnings = summary.get("warnings", [])
+    if not isinstance(warnings, list) or not all(isinstance(warning, str) for warning in warnings):
+        raise CheckpointError(f"{path} has 'warnings' that are no list of sentences: it is damaged")
 
 
 def _check_parts(path: Path, entry: object, parts: tuple[str, ...]) -> None:

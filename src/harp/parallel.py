@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from harp.display import Quiet
-from harp.errors import TIME_IS_UP, UNFINISHED, Interrupted
+from harp.errors import AT_CHANCE, TIME_IS_UP, UNFINISHED, Interrupted
 from harp.keeper import Stop
 
 
@@ -74,7 +74,7 @@ def work(
                 del running[name]
                 if code == UNFINISHED or (stop.signal is not None and code == 128 + signal.SIGINT):
                     unfinished.add(name)
-                elif code:
+                elif code not in (0, AT_CHANCE):  # a network at chance level is a result, too
                     failed[name] = f"exit code {code}"
                 told = "saved, unfinished" if name in unfinished else failed.get(name)
                 display.worked(name, told, list(running))

@@ -29,6 +29,7 @@ from harp import (
     artefact,
     assault,
     assess,
+    chance_level,
     checkpoint,
     cost,
     data,
@@ -138,7 +139,7 @@ class Run:
 
     def _latency_file(self) -> Path | None:
         """Where the measured times of a budget of latency are: with the stage that prunes."""
-        pruning = [n for n, stage in enumerate(self.recipe.stages) if stage.pruner["name"] not in ("dense", "fixed")]
+        pruning = [n for n, stage in enumerate(self.recipe.stages) if _prunes(stage)]
         if self.recipe.units.budget != "latency" or not pruning:
             return None
         return self.stage_folder(pruning[0]) / "latency.json"
@@ -181,6 +182,8 @@ class Run:
             self._tidy(folder)
             self.display.note(f"{stage.name}: done before, taken from {folder}")
             checkpoint.load_weights(self.model, folder / "model.safetensors")
+            if self.fabric.is_global_zero and (warning := self._budget_warning(number)):
+                logger.warning(warning)
         path = folder / "masks.safetensors"
         return masks.load(path) if path.exists() else None
 
@@ -238,11 +241,33 @@ class Run:
             masked = answer if self.cut is None and left is None else before
             facts = {"stage": stage.name, "epochs": stage.epochs, "chosen_epoch": fitted.epoch}
             facts |= {"seconds": round(fitted.seconds, 1), "energy": spent, "history": fitted.history}
+            if _prunes(stage):
+                facts["budget_met"] = fitted.met
+                self._warn_of_chance(number, fitted)
             kept = self.total if self.cut else total
             insist(lambda: self._write_stage(folder, masked, kept, facts), stop=self.stop)
             keeper.states.remove()
             log.close()
         self.fabric.barrier()
+
+    def _warn_of_chance(self, number: int, fitted: training.Fitted) -> None:
+        """Say at once if what a pruning stage leaves answers at chance level on the hold-out."""
+        if not fitted.history:
+            return
+        value = fitted.history[fitted.epoch - 1]["natural"]
+        totals = torch.bincount(self.held.labels.cpu().long(), minlength=self.data.num_classes).tolist()
+        if chance_level.at_chance(value, totals, self.data.balanced):
+            more = "; fine-tuning may recover it" if number + 1 < len(self.recipe.stages) else ""
+            chance = f"({value:.1%} of {self.data.num_classes} classes)"
+            logger.warning("after pruning the network answers at chance level %s%s", chance, more)
+
+    def _budget_warning(self, number: int) -> str | None:
+        """What a finished stage has to say if it did not meet its budget in training."""
+        stage = self.recipe.stages[number]
+        facts = json.loads((self.stage_folder(number) / "stage.json").read_text("utf-8"))
+        history = facts["history"]
+        ready = not history or any(record.get("ready", True) for record in history)  # all that older versions tell
+        return None if facts.get("budget_met", ready) else training.budget_warning(history, stage.name)
 
     @contextmanager
     def _compacted(self, stage: Stage, before: Masks | None) -> Iterator[Compacted | None]:
@@ -428,13 +453,28 @@ class Run:
             "dense": outcome.dense,
             "layers": artefact.layers(self.units, outcome.masks),
         }
-        files.write_json(folder / "summary.json", summary)
+        files.write_json(folder / "summary.json", summary | self._warnings(outcome))
+
+    def _warnings(self, outcome: Outcome) -> dict[str, Any]:
+        """What a reader has to be warned of: as facts, and as one plain sentence each."""
+        trained = not _prunes(self.recipe.stages[0]) or self.recipe.model.weights is not None
+        chance = chance_level.warning(outcome.results, outcome.dense, trained)
+        unmet = [text for number in range(len(self.recipe.stages)) if (text := self._budget_warning(number))]
+        return {
+            "at_chance": chance is not None,
+            "budget_met": not unmet,
+            "warnings": [*([] if chance is None else [chance]), *unmet],
+        }
 
     def _cost(self, answer: Masks | None) -> dict[str, Any]:
         """What the network costs, beside what it cost before pruning."""
         if self.cut is None:
             return cost.cost(self.model, self.data.shape, answer)
         return cost.reduced(self.dense_cost, cost.cost(self.model, self.data.shape, {}))
+
+
+def _prunes(stage: Stage) -> bool:
+    return stage.pruner["name"] not in ("dense", "fixed")
 
 
 @contextmanager

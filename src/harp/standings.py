@@ -32,11 +32,13 @@ def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, 
         mean, half = interval([record[key] for record in good]) if good else (None, None)
         row |= {key: mean, f"{key}_half": half}
     row["kept"] = [min(counts), max(counts)] if (counts := [record["kept"] for record in good]) else None
+    row["at_chance"] = sum(record.get("at_chance", False) for record in good)
+    row["budget_unmet"] = sum(not record.get("budget_met", True) for record in good)
     return row
 
 
 def columns(attack: str, unit: str = "weights") -> tuple[str, ...]:
-    """The titles of a table, whose budget counts `unit`; the last column says why runs failed."""
+    """The titles of a table, whose budget counts `unit`; the last column says what is wrong with runs."""
     return ("method", f"{unit} kept", "natural", attack, "epochs", "time", "failed", "")
 
 
@@ -51,8 +53,18 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         row["epochs"],
         "–" if row["keep"] is None or row["seconds"] is None else duration(row["seconds"]),
         failed,
-        row["reason"] or "",
+        "; ".join(remarks(row)),
     ]
+
+
+def remarks(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the runs of a row: at chance level, a budget that was not met in training, why they failed."""
+    at_chance, unmet, seeds = row.get("at_chance"), row.get("budget_unmet"), row["seeds"]
+    found = [
+        f"{at_chance} of {seeds} at chance" if at_chance else "",
+        f"budget unmet in {unmet} of {seeds}" if unmet else "",
+    ]
+    return [text for text in (*found, row["reason"]) if text]
 
 
 def accuracy(mean: float | None, half: float | None) -> str:

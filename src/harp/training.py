@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class Fitted:
     history: list[Record] = field(default_factory=list)
     epoch: int = 0
     seconds: float = 0.0  # of all its parts, if it was interrupted
+    met: bool = True  # whether the pruner met the budget in an epoch that could be chosen; the masks meet it anyway
 
 
 def fit(
@@ -341,9 +342,21 @@ class _Training:
             epoch = self.best["epoch"]
             self.model.load_state_dict(self.best["model"])
             self.pruner.load_state_dict(self.best["pruner"])
-        elif self.history and not self.pruner.ready:
-            logger.warning("the budget was not met while training: the last epoch's rates were scaled to it")
-        return Fitted(self.pruner.finish(), self.history, epoch, self.seconds())
+        met = self.best is not None or not self.history or self.pruner.ready
+        if not met:
+            logger.warning(budget_warning(self.history))
+        return Fitted(self.pruner.finish(), self.history, epoch, self.seconds(), met)
+
+
+def budget_warning(history: Sequence[Record], stage: str | None = None) -> str:
+    """One sentence on a training whose pruner did not meet the budget: by how much, what was done, what to try."""
+    where = "in training" if stage is None else f"in stage {stage}"
+    loss = history[-1].get("budget_loss") if history else None
+    excess = f" (exceeded by {100 * loss:.3g} % at the end)" if loss else ""
+    return (
+        f"The budget was not met {where}{excess}, so the masks were cut to it after the last epoch; train for more "
+        "epochs, keep more, or let the budget weigh more (HARP: a larger gamma_step)."
+    )
 
 
 def _cuda_devices(fabric: Any) -> list[int]:

@@ -130,7 +130,8 @@ def _what(found: Finished) -> str:
     if artefact.cut_of(found.folder) is not None:
         line += " What was pruned is not there any more: whole channels were cut out of its tensors."
     description = plain(found.recipe.description)
-    return f"{description}\n\n{line}" if description else line
+    first, *others = [description, line] if description else [line]
+    return "\n\n".join([first, *(f"> **Warning:** {plain(warning)}" for warning in found.warnings), *others])
 
 
 def _method(found: Finished) -> tuple[str, str] | None:
@@ -312,6 +313,7 @@ def _worst(found: Finished, result: Mapping[str, Any]) -> str:
 
 def _caveats(found: Finished) -> str:
     lines = [
+        *(f"- {plain(warning)}" for warning in found.warnings),
         "- Robustness is shown for the stated attacks, norm and epsilon only. It says nothing of other norms, larger "
         "perturbations, patches, rotations or other changes of an image.",
         "- It is measured, not certified: a stronger attack may find more.",

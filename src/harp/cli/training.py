@@ -27,6 +27,7 @@ from harp.cli.options import (
     Weights,
     Workers,
 )
+from harp.errors import AT_CHANCE
 from harp.processes.placement import Machines
 
 
@@ -44,7 +45,10 @@ class Care:
 
 
 def demo(out: Out = Path("runs"), changes: Set = []) -> None:  # noqa: B006 (typer copies it)
-    """Pre-train, prune to 1 % by HARP, fine-tune and attack a small network, in a few minutes on two cores."""
+    """Pre-train, prune to 1 % by HARP, fine-tune and attack a small network, in a few minutes on two cores.
+
+    Exit code 3: finished, but the network answers at chance level.
+    """
     import torch
 
     torch.set_num_threads(1)  # so small a network spends more on waking a second thread than it gains
@@ -66,7 +70,10 @@ def run(
     max_minutes: MaxMinutes = None,
     workers: Workers = None,
 ) -> None:
-    """Run a recipe: train its stages, evaluate, report. Interrupted? The same command goes on where it stopped."""
+    """Run a recipe: train its stages, evaluate, report. Interrupted? The same command goes on where it stopped.
+
+    Exit code 3: finished, but the network answers at chance level.
+    """
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
     _run(recipe, out, data_dir, changes, machines, Care(minutes, keep_states, max_minutes, workers))
 
@@ -114,6 +121,8 @@ def prune(
     Example: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 1%
 
     Channels: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 25% --channels
+
+    Exit code 3: finished, but the network answers at chance level.
     """
     from harp import presets
     from harp.recipe import parse
@@ -179,6 +188,8 @@ def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, 
     display.table(measure, summary.RESULT_COLUMNS, summary.result_rows(outcome.dense, outcome.results))
     line = summary.headline(told)
     typer.echo(f"\n{line}")
+    for warning in told["warnings"]:
+        typer.echo(f"warning: {warning}")
     try:
         for suffix in ("png", "svg"):
             file = outcome.folder / f"layers.{suffix}"
@@ -188,3 +199,6 @@ def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, 
         typer.echo(f"picture   none: {error}", err=True)
     typer.echo(f"card      {card.write(outcome.folder)}")
     typer.echo(f"artefact  {outcome.folder / 'model.safetensors'}")
+    if told["at_chance"]:
+        typer.echo(f"warning: {told['warnings'][0]} All files are kept; the exit code is {AT_CHANCE}.", err=True)
+        raise typer.Exit(AT_CHANCE)

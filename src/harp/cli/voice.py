@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from harp.errors import UNFINISHED, Lost
+from harp.errors import AT_CHANCE, UNFINISHED, Lost
 from harp.processes import placement
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def leave(code: object) -> None:
         from harp.processes import peers
 
         if peers.several():
-            peers.of_this_run().leave(in_order=code in (None, 0, UNFINISHED, 128 + signal.SIGINT))
+            peers.of_this_run().leave(in_order=code in (None, 0, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
 
 
 def loss(error: RuntimeError) -> Lost | None:

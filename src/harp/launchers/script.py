@@ -1,14 +1,15 @@
 """The job file of a run: an ordinary batch script of SLURM that can also be read, changed and submitted by hand.
 
 The script tells by a small file how far it is: clusters without accounting forget jobs that have ended. SLURM sends
-USR1 two minutes before the time is up; the run then saves its state and ends with 75, and the job queues again.
+USR1 two minutes before the time is up; the run then saves its state and ends with 75, and the job queues again. A run
+that finishes with a network at chance level ends with 3; its job ends with 0, as jobs that wait for it are to start.
 """
 
 import re
 import shlex
 from pathlib import Path
 
-from harp.errors import RecipeError
+from harp.errors import AT_CHANCE, UNFINISHED, RecipeError
 from harp.launchers.jobs import Job
 
 # Options that would break what is promised here: where the log is, what a job waits for, what `sbatch` answers.
@@ -40,9 +41,12 @@ while kill -0 "$run" 2> /dev/null; do # a signal ended the waiting, not the run
 done
 wait "$run" # once more: what a signal ended told of the signal, and bash remembers how the run ended
 code=$?
-if [ "$code" -eq 75 ]; then # saved, unfinished: the same command goes on
+if [ "$code" -eq {at_chance} ]; then # finished: the network answers at chance level, as its summary says
+    code=0
+fi
+if [ "$code" -eq {unfinished} ]; then # saved, unfinished: the same command goes on
     tell again
-    scontrol requeue "$SLURM_JOB_ID" && exit 75
+    scontrol requeue "$SLURM_JOB_ID" && exit {unfinished}
 fi
 tell "ended:$code"
 exit "$code"
@@ -86,7 +90,8 @@ def text(job: Job, state: Path, options: str, devices: int = 1) -> str:
     command = shlex.join(job.command)
     if devices > 1:
         command = f"{_CORES}\nsrun --kill-on-bad-exit=1 {command}"
-    body = _BODY.format(state=shlex.quote(str(state)), command=command)
+    codes = {"at_chance": AT_CHANCE, "unfinished": UNFINISHED}
+    body = _BODY.format(state=shlex.quote(str(state)), command=command, **codes)
     return "\n".join(["#!/bin/bash", *lines, "", body])
 
 

@@ -157,3 +157,4 @@ class Report:
     sections: Sequence[Section]
     foot: str = ""
     shown: str = field(default="")  # what the tiles are of
+    warnings: Sequence[str] = ()  # what the runs themselves warn of

@@ -42,6 +42,7 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
         sections=[section for section in sections if section is not None],
         foot=f"Made by harp {harp.__version__} from {_count(len(runs.all), 'run')}.",
         shown="" if single else _shown(runs, lead),
+        warnings=origin.warnings(runs),
     )
 
 

@@ -43,7 +43,7 @@ def content(report: Report, runs: Runs, histograms: Mapping[str, Sequence[Histog
         "title": report.title,
         "subtitle": report.subtitle,
         "headline": report.headline,
-        "warnings": list(report.notes),
+        "warnings": [*report.warnings, *report.notes],
         "networks": networks,
         "runs": [_run(run) for run in runs.all],
         "sections": [

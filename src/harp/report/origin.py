@@ -43,6 +43,17 @@ def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
     return found
 
 
+def warnings(runs: Runs) -> list[str]:
+    """What the runs themselves warn of: networks at chance level, budgets that were not met in training."""
+    single = len(runs.all) == 1
+    return [
+        text if single else f"{variant.label}, seed {run.seed}: {text}"
+        for variant in runs.variants
+        for run in variant.runs
+        for text in run.summary.warnings or ()
+    ]
+
+
 def _some(names: Sequence[str], of: int) -> str:
     if len(names) == of > 1:
         return "any network" if of > 1 else names[0]
@@ -78,6 +89,9 @@ def _unmet(runs: Runs) -> list[str]:
 
 
 def _never_ready(run: Run) -> bool:
+    """The same for runs of older versions, which do not warn of it themselves."""
+    if run.summary.warnings is not None:
+        return False
     files = [
         stage.file for stage in run.stages if stage.file and any("ready" in record for record in stage.file.history)
     ]

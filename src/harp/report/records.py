@@ -264,6 +264,7 @@ class Summary(Record):
     layers: list[Layer] = Field(min_length=1)
     cost: Cost | None = None
     budget: Budget | None = None
+    warnings: list[str] | None = None  # older runs don't say
 
 
 class StageFile(Record):

@@ -11,6 +11,8 @@ _SIGNS = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
 def render(report: Report) -> str:
     """The text."""
     lines = [f"# {_plain(report.title)}", "", _plain(report.subtitle), "", f"**{_plain(report.headline)}**", ""]
+    for warning in report.warnings:
+        lines += [f"> **Warning:** {_plain(warning)}", ""]
     if report.shown:
         lines += [f"Shown first: {_plain(report.shown)}.", ""]
     for note in report.notes:
