@@ -68,7 +68,9 @@ class Harp(Hydra):
         quota_momentum: float | None = None,
         quota_weight_decay: float | None = None,
         sharpness: float = 0.0,
+        published: bool = False,
     ) -> None:
+        self.published = published  # placeholder: nothing reads it yet
         initial_rate = units.initial_rate if initial_rate is None else initial_rate
         if not 0 < initial_rate <= 1:
             raise RecipeError(f"initial_rate {initial_rate:.6g}: give a share above 0 and at most 1")
