@@ -52,6 +52,45 @@ def test_options_of_single_budgets() -> None:
     assert made.pruner(0.02) == {"name": "hydra", "strategy": "lamp", "sharpness": 0.1, "keep": 0.02}
 
 
+HARP = {"name": "harp", "keep": 0.05, "gamma_step": 0.01, "initial_rate": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("value", "base", "options"),
+    [
+        ("harp", HARP, {"gamma_step": 0.01, "initial_rate": 0.2}),
+        ("harp-r", HARP, {"gamma_step": 0.01, "initial_rate": 0.2}),
+        ("harp+lamp", HARP, {"gamma_step": 0.01, "initial_rate": 0.2, "initial_strategy": "lamp"}),
+        ("harp:gamma_step=1", HARP, {"gamma_step": 1.0, "initial_rate": 0.2}),
+        ("harp:gamma_step=null", HARP, {"initial_rate": 0.2}),  # the method's default, said aloud
+        ("harp-s", HARP, {}),
+        ("hydra", HARP, {}),
+        ("tandem", HARP, {}),
+        ("harp", {"name": "harp-r", "gamma_step": 0.01}, {}),
+        ("harp", {"name": "hydra", "strategy": "erk", "sharpness": 0.1}, {"sharpness": 0.1}),
+        ("tandem", {"name": "hydra", "strategy": "erk", "sharpness": 0.1}, {"sharpness": 0.1}),
+        ("tandem", {"name": "tandem", "strategy": "erk"}, {"strategy": "erk"}),
+        ("magnitude", {}, {}),
+    ],
+    ids=str,
+)
+def test_options_of_the_recipes_pruner_hold_for_its_class_and_subclasses(
+    value: str, base: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert method(value, base).options == options
+
+
+def test_a_studys_methods_take_over_what_the_recipe_sets() -> None:
+    stages = [{**stage} for stage in RECIPE["stages"]]  # type: ignore[attr-defined]
+    (prunes,) = (stage for stage in stages if "keep" in stage["pruner"])
+    prunes["pruner"] = {"name": "harp", "keep": "5%", "gamma_step": 0.5}
+    one = {"name": "harp", "label": "mine", "at": {"20%": {"quota_lr": 0.1}, "5%": {"gamma_step": None}}}
+    found = study.parse({**STUDY, "recipe": {**RECIPE, "stages": stages}, "methods": ["harp", "hydra", one]})
+    pruners = [each.pruner(0.2) for each in found.methods]
+    assert [pruner.get("gamma_step") for pruner in pruners] == [0.5, None, 0.5] and pruners[2]["quota_lr"] == 0.1
+    assert found.methods[2].pruner(0.05) == {"name": "harp", "keep": 0.05}
+
+
 def test_every_pruner_can_be_named() -> None:
     for name in PRUNERS:
         if name != "fixed":
@@ -83,7 +122,8 @@ def test_commas_between_methods_and_between_options() -> None:
         ("harp-s+lamp", "harp-s takes no strategy"),
         ("harp:keep=1%", "keep is the study's"),
         ("dense-small:width=3", "dense-small has no options"),
-        ("dense+lamp", "dense has no options"),
+        ("dense+lamp", "dense takes no strategy"),
+        ({"name": "dense", "at": {"1%": {"width": 3}}}, "dense has no options"),
         ({"label": "x"}, "write it like"),
         ({"name": "harp", "at": "1%"}, "at is '1%': give options by budget"),
         ({"name": "harp", "at": {"1%": {"gama": 1}}}, "unknown key 'gama'"),

@@ -1,7 +1,8 @@
 """Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
 
 A study is a YAML file with `recipe`, `methods`, `keep` and `seeds`, or just a recipe with the rest given as flags. A
-method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label.
+method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label. What
+the recipe sets for its own pruner holds for the methods of the same class and its subclasses.
 """
 
 import inspect
@@ -30,11 +31,11 @@ class Method:
     label: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # options of single budgets
+    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # all options, for single budgets
 
     def pruner(self, keep: float) -> dict[str, Any]:
         """The method as the pruner of a recipe."""
-        return {"name": self.name, **self.options, **self.at.get(keep, {}), "keep": keep}
+        return {"name": self.name, **self.at.get(keep, self.options), "keep": keep}
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ def parse(content: Mapping[str, Any], folder: Path = Path(), changes: Sequence[s
     name = str(content.get("name", made.name))
     if slug(name) != name:
         raise RecipeError(f"study: name {name!r} becomes part of folders' names: write it like {slug(name)!r}")
-    methods = tuple(method(value) for value in _list(content, "methods", []))
+    methods = tuple(method(value, _own_pruner(made)) for value in _list(content, "methods", []))
     if not methods:
         raise RecipeError("no methods to compare: give some, like --methods harp,hydra+lamp,magnitude,dense-small")
-    keep = [_share(value) for value in _list(content, "keep", [_own_keep(made)])]
+    keep = [_share(value) for value in _list(content, "keep", [_own_pruner(made).get("keep")])]
     seeds = [_seed(value) for value in _list(content, "seeds", [made.seed])]
     for what, values in (("keep", keep), ("seeds", seeds), ("methods", [slug(one.label) for one in methods])):
         twice = [value for position, value in enumerate(values) if value in values[:position]]
@@ -112,8 +113,9 @@ def split_methods(text: str) -> list[str]:
     return found
 
 
-def method(value: Any) -> Method:
-    """Read a method from text or from a mapping, and check its options."""
+def method(value: Any, base: Mapping[str, Any] | None = None) -> Method:
+    """Read a method from text or from a mapping, and check its options; `base` is the pruner of the recipe."""
+    base = base or {}
     if isinstance(value, str):
         head, _, tail = value.partition(":")
         pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
@@ -121,16 +123,16 @@ def method(value: Any) -> Method:
             if not (key.strip() and equals and text.strip()):
                 raise RecipeError(f"method {value!r}: write options like NAME:option=value,option=value")
         options = {key.strip(): read(text, f"method {value!r}") for key, _, text in pairs}
-        return _checked(value.strip(), head.strip(), options)
+        return _checked(value.strip(), *_named(value.strip(), head.strip(), options), base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise RecipeError(f"method {value!r}: write it like harp+lamp:gamma_step=0.1 or {{label: ..., name: ..., ...}}")
     options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
     label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
     if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):
         raise RecipeError(f"method {label!r}: at is {by_budget!r}: give options by budget, like {{1%: {{rho: 0.01}}}}")
-    made = _checked(label, value["name"], options)
-    at = {_share(keep): _checked(label, made.name, dict(some)).options for keep, some in by_budget.items()}
-    return replace(made, at=at)
+    name, own = _named(label, value["name"], options)
+    at = {_share(keep): _checked(label, name, {**own, **some}, base).options for keep, some in by_budget.items()}
+    return replace(_checked(label, name, own, base), at=at)
 
 
 def slug(label: str) -> str:
@@ -138,32 +140,50 @@ def slug(label: str) -> str:
     return re.sub(r"[^\w.+=%-]+", "-", label).strip("-.") or "-"
 
 
-def _checked(label: str, text: str, options: dict[str, Any]) -> Method:
+def _named(label: str, text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The method's name, and its own options with the strategy that may follow the name."""
     names = [DENSE, SMALL, *(known for known in PRUNERS if known not in ("dense", "fixed"))]
     name, plus, strategy = text.rpartition("+") if "+" in text and text not in names else (text, "", "")
     if name not in names:
         raise RecipeError(unknown("method", name, names))
+    if not plus:
+        return name, options
+    taken = {} if name in (DENSE, SMALL) else inspect.signature(PRUNERS[name]).parameters
+    key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
+    if key is None or key in options:
+        why = "takes no strategy" if key is None else f"has its {key} twice"
+        raise RecipeError(f"method {label!r}: {name} {why}")
+    return name, {key: strategy, **options}
+
+
+def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, Any]) -> Method:
     if name in (DENSE, SMALL):
-        if plus or options:
+        if options:
             raise RecipeError(f"method {label!r}: {name} has no options")
         return Method(label, name)
-    taken = inspect.signature(PRUNERS[name]).parameters
-    if plus:
-        key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
-        if key is None or key in options:
-            why = "takes no strategy" if key is None else f"has its {key} twice"
-            raise RecipeError(f"method {label!r}: {name} {why}")
-        options = {key: strategy, **options}
     if "keep" in options:
         raise RecipeError(f"method {label!r}: keep is the study's, the same for all methods")
+    pruner = {"name": name, **_inherited(name, base), **options, "keep": 0.5}
     try:
-        stage = Stage.model_validate({"name": "prune", "pruner": {"name": name, **options, "keep": 0.5}, "epochs": 0})
+        stage = Stage.model_validate({"name": "prune", "pruner": pruner, "epochs": 0})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
         message = first["msg"].removeprefix("Value error, ")
         raise RecipeError(f"method {label!r}: {place}{': ' * bool(place)}{message}") from error
     return Method(label, name, {key: value for key, value in stage.pruner.items() if key not in ("name", "keep")})
+
+
+def _inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method takes over from the recipe's pruner: options that mean the same to both.
+
+    An option that the method has another default for is its own, as the strategy is to Tandem beside HYDRA.
+    """
+    if not base or not issubclass(PRUNERS[name], PRUNERS[base["name"]]):
+        return {}
+    ours, theirs = (inspect.signature(PRUNERS[each]).parameters for each in (name, base["name"]))
+    shared = [key for key in theirs if key in ours and ours[key].default == theirs[key].default]
+    return {key: value for key, value in base.items() if key in shared and key != "keep"}
 
 
 def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Recipe:
@@ -186,8 +206,9 @@ def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]
     return value or default
 
 
-def _own_keep(made: Recipe) -> Any:
-    return next((stage.pruner["keep"] for stage in made.stages if "keep" in stage.pruner), None)
+def _own_pruner(made: Recipe) -> dict[str, Any]:
+    """The pruner of the recipe's stage that prunes."""
+    return next((stage.pruner for stage in made.stages if stage.pruner["name"] not in ("dense", "fixed")), {})
 
 
 def _share(value: Any) -> float:
