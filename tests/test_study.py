@@ -155,6 +155,12 @@ def test_methods_that_make_no_sense(value: Any, said: str) -> None:
         ({"recipe": "digits/harp-98"}, "did you mean 'digits/harp-99'?"),
         ({"recipe": {**RECIPE, "stagse": []}}, "did you mean 'stages'?"),
         ({"name": "a/b"}, "write it like 'a-b'"),
+        ({"protocol": "papers"}, "unknown protocol 'papers': did you mean 'paper'?"),
+        ({"rank_by": "pdg-10"}, "study: rank_by: unknown attack 'pdg': did you mean 'pgd'?"),
+        ({"rank_by": "pgd-ten"}, "study: rank_by: "),
+        ({"rank_by": {"name": "pgd", "steps": -1}}, "study: rank_by: "),
+        ({"rank_by": 3}, "study: rank_by: "),
+        ({"rank_by": "natural"}, "study: rank_by: unknown attack 'natural'"),
     ],
     ids=str,
 )
@@ -162,6 +168,21 @@ def test_studies_that_make_no_sense(change: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         study.parse({**STUDY, **change})
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_attack_that_ranks_and_the_protocol() -> None:
+    plain = study.parse(STUDY)
+    assert (plain.rank_by, plain.protocol) == ("pgd-2", "equal") and plain.recipe == recipe.parse(RECIPE)
+    several = {**RECIPE, "evaluate": {"attacks": ["fgsm", "pgd-10", "cw"]}}
+    found = study.parse({**STUDY, "recipe": several, "rank_by": "pgd-10", "protocol": "paper"})
+    assert (found.rank_by, found.protocol) == ("pgd-10", "paper")
+    assert found.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw"]
+    added = study.parse({**STUDY, "recipe": several, "rank_by": {"name": "pgd", "steps": 5}})
+    assert added.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw", {"name": "pgd", "steps": 5}]
+    empty = study.parse({**STUDY, "recipe": {**RECIPE, "evaluate": {"attacks": []}}, "rank_by": "autoattack"})
+    assert empty.recipe.evaluate.attacks == ["autoattack"]
+    flags = study.load("digits", rank_by="fgsm", protocol="paper")
+    assert (flags.rank_by, flags.protocol) == ("fgsm", "paper")
 
 
 def test_a_recipe_beside_the_study_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

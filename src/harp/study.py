@@ -1,6 +1,7 @@
 """Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
 
-A study is a YAML file with `recipe`, `methods`, `keep` and `seeds`, or just a recipe with the rest given as flags. A
+A study is a YAML file with `recipe`, `methods`, `keep`, `seeds`, `rank_by` (an attack) and `protocol` (how the methods'
+stages are laid out, see `harp.pipeline`), or just a recipe with the rest given as flags. A
 method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label. What
 the recipe sets for its own pruner holds for the methods of the same class and its subclasses.
 """
@@ -16,12 +17,13 @@ from pydantic import ValidationError
 
 from harp import recipe as recipes
 from harp.errors import RecipeError
+from harp.pipeline import PROTOCOLS
 from harp.pruners import PRUNERS
-from harp.recipe import Recipe, Stage, number, read, unknown
+from harp.recipe import Evaluation, Recipe, Stage, number, read, unknown
 
 SHIPPED = Path(__file__).parent / "studies"
 DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network with as many weights as are kept
-_KEYS = ("name", "description", "recipe", "methods", "keep", "seeds")
+_KEYS = ("name", "description", "recipe", "methods", "keep", "seeds", "rank_by", "protocol")
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,12 @@ class Study:
 
     name: str
     description: str
-    recipe: Recipe
+    recipe: Recipe  # it evaluates by `rank_by` too
     methods: tuple[Method, ...]
     keep: tuple[float, ...]  # from much to little
     seeds: tuple[int, ...]
+    rank_by: str | Mapping[str, Any]  # the attack under which the most accurate method is the best
+    protocol: str  # a name in `pipeline.PROTOCOLS`
 
 
 def shipped() -> dict[str, Path]:
@@ -61,9 +65,11 @@ def load(
     methods: str | None = None,
     keep: str | None = None,
     seeds: str | None = None,
+    rank_by: str | None = None,
+    protocol: str | None = None,
     changes: Sequence[str] = (),
 ) -> Study:
-    """Read a study or a recipe from a file or by its shipped name; `methods`, `keep` and `seeds` override it."""
+    """Read a study or a recipe from a file or by its shipped name; what else is given overrides its keys."""
     known = {**shipped(), **recipes.shipped()}
     path = Path(source) if Path(source).is_file() else known.get(source)
     if path is None:
@@ -75,6 +81,7 @@ def load(
         content = {"name": content.get("name", path.stem), "recipe": {"name": path.stem, **content}}
     given = {"methods": methods, "keep": keep, "seeds": seeds}
     content |= {key: text.split(",") for key, text in given.items() if text is not None}
+    content |= {key: text for key, text in (("rank_by", rank_by), ("protocol", protocol)) if text is not None}
     if methods is not None:
         content["methods"] = split_methods(methods)
     return parse({"name": path.stem, **content}, path.parent, changes)
@@ -98,8 +105,20 @@ def parse(content: Mapping[str, Any], folder: Path = Path(), changes: Sequence[s
         twice = [value for position, value in enumerate(values) if value in values[:position]]
         if twice:
             raise RecipeError(f"study: {what}: {twice[0]} is there twice")
-    text = str(content.get("description", made.description))
-    return Study(name, text, made, methods, tuple(sorted(keep, reverse=True)), tuple(seeds))
+    protocol = content.get("protocol", "equal")
+    if protocol not in PROTOCOLS:
+        raise RecipeError(f"study: {unknown('protocol', protocol, PROTOCOLS)}")
+    rank_by = _attack(content.get("rank_by"), made)
+    return Study(
+        name=name,
+        description=str(content.get("description", made.description)),
+        recipe=_evaluated_by(rank_by, made),
+        methods=methods,
+        keep=tuple(sorted(keep, reverse=True)),
+        seeds=tuple(seeds),
+        rank_by=rank_by,
+        protocol=protocol,
+    )
 
 
 def split_methods(text: str) -> list[str]:
@@ -197,6 +216,27 @@ def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Reci
     if not path.is_file() and value not in recipes.shipped():
         raise RecipeError(f"study: no recipe file {path}, and " + unknown("shipped recipe", value, recipes.shipped()))
     return recipes.load(path if path.is_file() else value, changes)
+
+
+def _attack(value: Any, made: Recipe) -> str | Mapping[str, Any]:
+    """The attack that ranks; the recipe's last one if none is named."""
+    if value is None:
+        if not made.evaluate.attacks:
+            raise RecipeError("evaluate.attacks is empty: name the attack that ranks the methods, like rank_by: pgd-20")
+        return made.evaluate.attacks[-1]
+    try:
+        return Evaluation.model_validate({"attacks": [value]}).attacks[0]
+    except (ValidationError, RecipeError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise RecipeError(f"study: rank_by: {first.removeprefix('Value error, ')}") from error
+
+
+def _evaluated_by(attack: str | Mapping[str, Any], made: Recipe) -> Recipe:
+    """The recipe with this attack among those that it evaluates by."""
+    attacks = made.evaluate.attacks
+    if attack in attacks:
+        return made
+    return made.model_copy(update={"evaluate": made.evaluate.model_copy(update={"attacks": [*attacks, attack]})})
 
 
 def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]:

@@ -39,6 +39,31 @@ class Plan:
     shape: Callable[[float], float] = lambda progress: 1.0  # learning rate's factor over progress in [0, 1]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A stage as a paper has it; None: as the recipe has it."""
+
+    epochs: int | None = None  # beside 100 epochs of pre-training, HARP's
+    lr: float | None = None
+    weight_decay: float | None = None
+    schedule: str | Mapping[str, Any] | None = None
+
+    def optimizer(self) -> dict[str, Any]:
+        """What the paper says of the optimiser."""
+        said = {"lr": self.lr, "weight_decay": self.weight_decay, "schedule": self.schedule}
+        return {key: value for key, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages as a method's paper has them; by default the recipe's, which are HARP's at the paper's scale."""
+
+    pretrain: Phase = Phase()
+    prune: Phase = Phase()  # of a method that trains from scratch: its only stage
+    finetune: Phase = Phase()
+    step: float | None = None  # of the attack that it trains against, relative to ε
+
+
 class Pruner(nn.Module):
     """Leave the weights alone: dense training. Also the base of every method.
 
@@ -50,6 +75,7 @@ class Pruner(nn.Module):
     from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
     passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
+    layout: ClassVar[Layout] = Layout()  # the stages of its paper, for comparisons by the protocol `paper`
     same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
     granular: ClassVar[bool] = False  # it moves single weights and counts them: it has no form for units of other kinds
