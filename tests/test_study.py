@@ -210,6 +210,10 @@ def test_flags_override_and_a_recipe_alone_will_do() -> None:
 def test_shipped_studies_are_whole(name: str) -> None:
     found = study.load(name)
     assert found.description and len(found.methods) > 1 and found.seeds
+    large, kind = name.startswith("cifar10/"), name.rpartition("/")[2]
+    assert found.rank_by == ("pgd-20" if not large else "autoattack" if kind == "rivals" else "pgd-10")
+    assert found.protocol == ("paper" if large and kind in ("rivals", "strategies") else "equal")
+    assert found.recipe.evaluate.attacks.count(found.rank_by) == 1
 
 
 @pytest.mark.parametrize("model", ["tinynet", "convnet", "resnet8"])
