@@ -312,7 +312,8 @@ class Latent(Pruner, ABC):
 
     The dense weights are kept aside; the model holds dense * mask. A subclass says which masks are in force (`current`)
     and how the gradient on a mask reaches what it learns (`pull`). Norms' affine parameters are trained along, as in
-    the authors' code (only scores and quotas are variables in the papers' formulas); biases and weights are frozen.
+    the authors' code (only scores and quotas are variables in the papers' formulas), save for those that came frozen;
+    biases and weights are frozen.
     """
 
     dense: nn.ParameterList
@@ -335,7 +336,8 @@ class Latent(Pruner, ABC):
 
     def trainable(self) -> list[ParameterGroup]:
         """What is learned, and the norms of the model; prunable weights only lend their gradients."""
-        affine = [p for m in self.units.model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)]
+        norms = [module for module in self.units.model.modules() if isinstance(module, _NORMS)]
+        affine = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
         self._train_only([*affine, *self.units.weights])
         first, *others = self.latents()
         return [{**first, "params": [*first["params"], *affine]}, *others]
