@@ -51,7 +51,7 @@ def published(
     if method.from_scratch:
         whole = _whole(pretrain, prune, finetune, objective)
         return _from_scratch(pruner, pretrain, _timed(whole, layout.prune, scale))
-    first = [*pretrain[:-1], *(_timed(stage, layout.pretrain, scale) for stage in pretrain[-1:])]
+    first: Sequence[_Stage] = [*pretrain[:-1], *(_timed(stage, layout.pretrain, scale) for stage in pretrain[-1:])]
     second, third = _timed(prune, layout.prune, scale), _timed(finetune, layout.finetune, scale)
     if method.passes is not None:
         second["epochs"] = min(method.passes, second["epochs"])
