@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from harp import confidence, files, recipe, standings, study
+from harp import confidence, files, pipeline, recipe, standings, study
 from harp.compare import Comparison
 from harp.display import Quiet
 from harp.errors import AT_CHANCE, BudgetError, Interrupted, RecipeError
@@ -121,6 +121,100 @@ def test_all_methods_train_for_the_same_epochs_spent_as_their_papers_spend_them(
     assert found["dense-small"].recipe.model.options["width"] < RECIPE["model"]["width"]  # type: ignore[index]
 
 
+SCALES = {"paper": (100, 20, 100), "tenth": (10, 8, 10), "short": (1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("scale", "lengths"),
+    [
+        (
+            "paper",
+            {"harp": [100, 20, 100], "r-admm": [100, 100, 100], "bcs-p": [200], "mad": [60, 1, 60], "dnr": [200]},
+        ),
+        ("paper", {"hydra": [100, 20, 100], "magnitude": [100, 0, 100], "flying-bird+": [200], "twinrep": [100]}),
+        (
+            "tenth",
+            {"harp": [10, 8, 10], "r-admm": [10, 10, 10], "bcs-p": [20], "mad": [6, 1, 6], "bcs-p+lamp": [10, 20]},
+        ),
+        ("short", {"harp": [1, 1, 1], "r-admm": [1, 1, 1], "bcs-p": [2], "mad": [1, 1, 1]}),
+    ],
+)
+def test_the_papers_protocol_gives_each_method_its_own_lengths(
+    tmp_path: Path, scale: str, lengths: dict[str, list[int]]
+) -> None:
+    stages = [{**stage, "epochs": epochs} for stage, epochs in zip(STAGES, SCALES[scale], strict=True)]
+    planned = {"recipe": {**RECIPE, "stages": stages}, "methods": list(lengths)}
+    comparison = compared(tmp_path, **planned, protocol="paper")
+    assert {entry.method: entry.epochs() for entry in comparison.entries if entry.keep} == lengths
+    equal = compared(tmp_path, **planned).entries
+    assert len({sum(entry.epochs()) for entry in equal if entry.keep and entry.method != "bcs-p+lamp"}) == 1
+
+
+def test_the_papers_protocol_has_the_papers_settings(tmp_path: Path) -> None:
+    stages = [
+        {**stage, "epochs": epochs, "optimizer": {"lr": lr}}
+        for stage, epochs, lr in zip(STAGES, (100, 20, 100), (0.1, 0.1, 0.01), strict=True)
+    ]
+    threat = {"name": "pgd", "epsilon": "8/255", "step": "2/255", "steps": 10}
+    methods = ["harp", "r-admm", "mad", "bcs-p", "twinrep"]
+    content = {**RECIPE, "stages": stages, "objective": threat}
+    comparison = compared(tmp_path, recipe=content, methods=methods, keep=["20%", "10%"], protocol="paper")
+    found = {entry.method: entry for entry in comparison.entries}
+    harp, admm, mad = (found[name].recipe.stages for name in ("harp", "r-admm", "mad"))
+    assert admm[0] == harp[0] and [stage.optimizer.lr for stage in harp] == [0.1, 0.1, 0.01]
+    settings = [(stage.optimizer.lr, stage.optimizer.weight_decay) for stage in admm]
+    assert settings == [(0.1, 5e-4), (0.01, 1e-4), (0.01, 1e-4)]
+    assert [stage.optimizer.schedule["name"] for stage in admm] == ["cosine", "sawtooth", "steps"]
+    assert [(stage.optimizer.lr, stage.optimizer.weight_decay) for stage in (mad[0], mad[2])] == [(0.1, 2e-4)] * 2
+    assert [(stage.objective or {}).get("step") for stage in mad] == [0.0069] * 3
+    assert [(stage.objective or {}).get("name") for stage in mad] == ["pgd", "pgd", "mart"]
+    (bcs,), (twin,) = found["bcs-p"].recipe.stages, found["twinrep"].recipe.stages
+    assert (bcs.optimizer.lr, bcs.optimizer.schedule) == (0.1, {"name": "steps"})
+    assert (twin.optimizer.weight_decay, twin.optimizer.schedule) == (2e-4, {"name": "cosine"})
+    # MAD begins with a network of its own, trained once for its two budgets; the others share the recipe's.
+    dense = {entry.name: entry.epochs() for entry in comparison.entries if entry.keep is None}
+    assert dense == {"t-dense-seed0": [100], "t-dense-mad-seed0": [60]}
+    waits = {entry.method: entry.after for entry in comparison.entries if entry.keep}
+    assert waits == dict.fromkeys(("harp", "r-admm"), "t-dense-seed0") | {
+        "mad": "t-dense-mad-seed0",
+        "bcs-p": None,
+        "twinrep": None,
+    }
+
+
+def test_the_papers_step_is_for_attacks_of_many_steps() -> None:
+    parts = (STAGES[:1], STAGES[1], STAGES[2])
+    mad = {"name": "mad", "keep": 0.1}
+
+    def under(objective: dict[str, Any] | None) -> list[Any]:
+        return [stage.get("objective") for stage in pipeline.published(mad, *parts, objective)]  # type: ignore[arg-type]
+
+    assert [part["step"] for part in under(None)] == [0.0069] * 3
+    assert [part["step"] for part in under({"name": "trades", "epsilon": 0.1})] == [0.0219938] * 3
+    assert under({"name": "natural"}) == [None, None, None]
+    assert under({"name": "free", "epsilon": 0.1})[:2] == [None, None]
+
+
+def test_a_natural_warm_up_is_not_added_to_a_training_from_scratch() -> None:
+    """It serves the adversarial pre-training after it; natural pre-training alone, or of natural methods, counts."""
+    warm_up = {"name": "warmup", "pruner": "dense", "epochs": 10, "objective": {"name": "natural"}}
+    first, second, third = ({**stage, "epochs": epochs} for stage, epochs in zip(STAGES, (100, 20, 100), strict=True))
+    scratch, pgd = {"name": "bcs-p", "keep": 0.1}, {"name": "pgd"}
+
+    def epochs(pretrain: list[dict[str, Any]], objective: dict[str, Any], lay_out: Any = pipeline.stages) -> int:
+        (only,) = lay_out(scratch, pretrain, second, third, objective)
+        return int(only["epochs"])
+
+    assert epochs([warm_up, first], pgd) == epochs([first], pgd) == 220
+    assert epochs([{**warm_up, "objective": "natural"}, first], pgd) == 220
+    assert epochs([warm_up, first], {"name": "natural"}) == 230
+    assert epochs([{**first, "objective": {"name": "natural"}}], pgd) == 220
+    assert epochs([warm_up, first], pgd, pipeline.published) == 200
+    made = recipe.load("svhn/vgg16/harp-pgd-99").model_dump(mode="json", exclude_defaults=True)
+    pretrain, prune, finetune = pipeline.parts(made["stages"])
+    assert pipeline.stages(scratch, pretrain, prune, finetune, made["objective"])[0]["epochs"] == 220
+
+
 def test_no_pretraining_where_nobody_needs_it(tmp_path: Path) -> None:
     assert [entry.name for entry in compared(tmp_path, methods=["dense-small"]).entries] == ["t-dense-small-90-seed0"]
     assert [entry.name for entry in compared(tmp_path, methods=["dense"]).entries] == ["t-dense-seed0"]
@@ -212,6 +306,8 @@ def test_the_table_is_what_the_files_say(finished: tuple[Comparison, dict[str, A
         if row["keep"] is not None:
             seconds = [json.loads((comparison.root / stage / "stage.json").read_text())["seconds"] for stage in own]
             assert row["seconds"] == pytest.approx(sum(seconds) / 2)
+    assert (written["rank_by"], written["protocol"]) == ("pgd-2", "equal")
+    assert "weights, ranked by pgd-2\n" in table and "Protocol equal: every method trains for the same" in table
     assert "pgd-2, ε 0.1" in table and "1/0/2" in table and "Pre-training (epochs: 1)" in table
     budget = round(0.1 * comparison.size)
     kept = {row["method"]: row["kept"] for row in outcome["rows"]}
@@ -248,6 +344,27 @@ def test_other_attacks_are_measured_without_training_again(finished: tuple[Compa
     outcome = again.execute(start=here(again))
     assert outcome["attack"] == "fgsm, ε 0.1"
     assert trained == {path: path.stat().st_mtime_ns for path in (comparison.root / "stages").rglob("stage.json")}
+
+
+def test_the_attack_that_ranks_is_measured_and_shown(finished: tuple[Comparison, dict[str, Any]]) -> None:
+    """It need not be the last attack of the recipe, nor any of them."""
+    comparison, before = finished
+    trained = {path: path.stat().st_mtime_ns for path in (comparison.root / "stages").rglob("stage.json")}
+    again = compared(comparison.root, methods=["magnitude", "hydra"], rank_by="fgsm")
+    assert [entry.recipe.evaluate.attacks for entry in again.entries] == [["pgd-2", "fgsm"]] * 3
+    outcome = again.execute(start=here(again))
+    assert trained == {path: path.stat().st_mtime_ns for path in (comparison.root / "stages").rglob("stage.json")}
+    assert (outcome["rank_by"], outcome["attack"]) == ("fgsm", "fgsm, ε 0.1")
+    (run,) = (run for run in outcome["runs"] if run["method"] == "hydra")
+    assert run["robust"] == json.loads((again.root / run["folder"] / "results" / "fgsm.json").read_text())["value"]
+    table = (again.folder / "table.md").read_text()
+    assert "weights, ranked by fgsm" in table and "Ranked by fgsm." in table
+    # Back to an attack that is measured, in the middle of the list: nothing is run.
+    middle = {**SHORT, "evaluate": {"attacks": ["pgd-2", "fgsm"], "examples": 50}}
+    third = compared(comparison.root, methods=["magnitude", "hydra"], recipe=middle, rank_by="pgd-2")
+    rows = {row["method"]: row["robust"] for row in third.execute(start=never)["rows"]}
+    first = {run["method"]: run["robust"] for run in before["runs"] if run["seed"] == 0}
+    assert rows == {method: first[method] for method in ("dense", "magnitude", "hydra")}
 
 
 def test_a_failing_run_is_shown_and_the_others_survive(tmp_path: Path) -> None:
@@ -499,8 +616,10 @@ def test_tables_are_in_the_units_of_the_budget() -> None:
     facts = {"method": "harp", "keep": 0.25, "seed": 0, "failed": None, "epochs": [1, 2, 3], "kept": 902_086}
     rows = standings.rows([{**facts, "natural": 0.5, "robust": 0.25, "seconds": 1.0}])
     outcome = {"study": "s", "description": "", "attack": "pgd-5", "measure": "accuracy", "seeds": [0], "rows": rows}
-    text = standings.markdown(outcome | {"size": 3_801_514, "unit": "FLOPs"})
-    assert "## keep 25 %: 950,379 of 3,801,514 FLOPs" in text
+    said = {"rank_by": "pgd-5", "protocol": "equal", "protocol_meaning": "fair"}
+    text = standings.markdown(outcome | said | {"size": 3_801_514, "unit": "FLOPs"})
+    assert "## keep 25 %: 950,379 of 3,801,514 FLOPs, ranked by pgd-5\n" in text
+    assert "- Ranked by pgd-5. Protocol equal: fair.\n" in text
     assert "| method | FLOPs kept |" in text and "| harp | 902,086 |" in text and "weights kept" not in text
 
 

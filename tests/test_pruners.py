@@ -155,6 +155,19 @@ def test_compiled_equals_eager(method: str, case: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("method", LEARNED)
+def test_norms_that_came_frozen_stay_frozen(method: str) -> None:
+    model = cases.build("residual")
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    norms[0].requires_grad_(False)
+    before = [norm.weight.detach().clone() for norm in norms]
+    pruner = make(method, model)
+    train(model, pruner, 4)
+    pruner.finish()
+    assert torch.equal(norms[0].weight, before[0]) and not norms[0].weight.requires_grad
+    assert not torch.equal(norms[1].weight, before[1]) and norms[1].weight.requires_grad
+
+
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", LEARNED)
 def test_what_is_frozen_does_not_move(method: str, case: str) -> None:

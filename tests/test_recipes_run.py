@@ -12,6 +12,7 @@ import torch
 
 from harp import assess, models, objectives, pruners, recipe, schedules, study
 from harp.channels import Channels
+from harp.compare import Comparison
 from harp.processes import engine
 from harp.run import Run
 from harp.split import DataSet, Split
@@ -145,6 +146,7 @@ def test_settings_of_the_paper(name: str) -> None:
     assert pruner["keep"] == kept[name.rpartition("-")[2]]
     step = {"weights": 0.01, "channels": 0.02}[made.units.kind]
     assert pruner.get("gamma_step") == (step if pruner["name"] in ("harp", "harp-r") else None)
+    assert pruner.get("published", False) == (pruner["name"] in ("harp", "harp-r"))
     assert pruner.get("initial_rate") == (1.0 if made.units.kind == "channels" else None)
     assert (made.data.batch, made.data.holdout, made.data.augment) == (128, 5000, True)
     assert (made.evaluate.attacks, made.evaluate.examples) == (["fgsm", "pgd-10", "pgd-20", "cw"], None)
@@ -170,9 +172,48 @@ def test_settings_of_the_papers_large_scale(name: str) -> None:
     factor = schedules.made(made.stages[0].optimizer.schedule)
     assert [round(factor(epoch / 23), 9) for epoch in (0, 7.99, 8, 15.99, 16)] == [1, 1, 0.1, 0.1, 0.01]
     assert pruning(made).pruner.get("gamma_step") == (0.1 if "/harp-" in name else None)
+    assert pruning(made).pruner.get("published", False) == ("/harp-" in name)
     assert assess.threat(made).epsilon == 4 / 255
     attack = assess.attack_of("pgd-10", assess.threat(made))[1]
     assert attack.step == 1 / 255
+
+
+def test_small_recipes_have_harp_as_it_is_by_default() -> None:
+    small = ("fashion/", "digits/", "demo", "tiny-imagenet/small/")
+    by_the_letter = {name for name in NAMES if pruning(recipe.load(name)).pruner.get("published")}
+    assert by_the_letter == {
+        name for name in NAMES if "/harp-" in name and "/harp-s-" not in name and not name.startswith(small)
+    }
+
+
+@pytest.mark.parametrize("network", ["vgg16", "resnet18"])
+def test_studies_compare_the_methods_of_their_recipes(
+    network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The HARP of a study is the HARP of `harp run`: what the recipe sets for its pruner holds in the study too."""
+    monkeypatch.setattr("harp.data.load", noise)
+
+    def pruners_of(name: str, keep: float) -> dict[str, dict[str, Any]]:
+        methods = "harp,hydra" if name == "channels" else None
+        planned = study.load(f"cifar10/{network}/{name}", methods=methods, seeds="1", changes=["model.width=0.25"])
+        entries = Comparison(planned, tmp_path).entries
+        return {entry.method: pruning(entry.recipe).pruner for entry in entries if entry.keep == keep}
+
+    def own(name: str) -> dict[str, Any]:
+        return pruning(recipe.load(f"cifar10/{network}/{name}")).pruner
+
+    ablation = pruners_of("ablation", 0.01)
+    assert ablation["harp"] == own("harp-pgd-99") and ablation["harp"]["gamma_step"] == 0.01
+    assert ablation["harp-r"] == own("harp-r-pgd-99") and ablation["harp-s"] == own("harp-s-pgd-99")
+    starts = pruners_of("initialisation", 0.001)
+    assert starts == {
+        "harp": own("harp-pgd-99.9"),
+        "harp+erk": own("harp-erk-pgd-99.9"),
+        "harp+lamp": own("harp-lamp-pgd-99.9"),
+    }
+    channels = pruners_of("channels", 0.25)
+    assert channels["harp"] == own("harp-channels-4x") and channels["harp"]["initial_rate"] == 1.0
+    assert channels["hydra"] == {"name": "hydra", "keep": 0.25}
 
 
 def pruning(made: recipe.Recipe) -> recipe.Stage:

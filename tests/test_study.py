@@ -52,6 +52,45 @@ def test_options_of_single_budgets() -> None:
     assert made.pruner(0.02) == {"name": "hydra", "strategy": "lamp", "sharpness": 0.1, "keep": 0.02}
 
 
+HARP = {"name": "harp", "keep": 0.05, "gamma_step": 0.01, "initial_rate": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("value", "base", "options"),
+    [
+        ("harp", HARP, {"gamma_step": 0.01, "initial_rate": 0.2}),
+        ("harp-r", HARP, {"gamma_step": 0.01, "initial_rate": 0.2}),
+        ("harp+lamp", HARP, {"gamma_step": 0.01, "initial_rate": 0.2, "initial_strategy": "lamp"}),
+        ("harp:gamma_step=1", HARP, {"gamma_step": 1.0, "initial_rate": 0.2}),
+        ("harp:gamma_step=null", HARP, {"initial_rate": 0.2}),  # the method's default, said aloud
+        ("harp-s", HARP, {}),
+        ("hydra", HARP, {}),
+        ("tandem", HARP, {}),
+        ("harp", {"name": "harp-r", "gamma_step": 0.01}, {}),
+        ("harp", {"name": "hydra", "strategy": "erk", "sharpness": 0.1}, {"sharpness": 0.1}),
+        ("tandem", {"name": "hydra", "strategy": "erk", "sharpness": 0.1}, {"sharpness": 0.1}),
+        ("tandem", {"name": "tandem", "strategy": "erk"}, {"strategy": "erk"}),
+        ("magnitude", {}, {}),
+    ],
+    ids=str,
+)
+def test_options_of_the_recipes_pruner_hold_for_its_class_and_subclasses(
+    value: str, base: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert method(value, base).options == options
+
+
+def test_a_studys_methods_take_over_what_the_recipe_sets() -> None:
+    stages = [{**stage} for stage in RECIPE["stages"]]  # type: ignore[attr-defined]
+    (prunes,) = (stage for stage in stages if "keep" in stage["pruner"])
+    prunes["pruner"] = {"name": "harp", "keep": "5%", "gamma_step": 0.5}
+    one = {"name": "harp", "label": "mine", "at": {"20%": {"quota_lr": 0.1}, "5%": {"gamma_step": None}}}
+    found = study.parse({**STUDY, "recipe": {**RECIPE, "stages": stages}, "methods": ["harp", "hydra", one]})
+    pruners = [each.pruner(0.2) for each in found.methods]
+    assert [pruner.get("gamma_step") for pruner in pruners] == [0.5, None, 0.5] and pruners[2]["quota_lr"] == 0.1
+    assert found.methods[2].pruner(0.05) == {"name": "harp", "keep": 0.05}
+
+
 def test_every_pruner_can_be_named() -> None:
     for name in PRUNERS:
         if name != "fixed":
@@ -83,7 +122,8 @@ def test_commas_between_methods_and_between_options() -> None:
         ("harp-s+lamp", "harp-s takes no strategy"),
         ("harp:keep=1%", "keep is the study's"),
         ("dense-small:width=3", "dense-small has no options"),
-        ("dense+lamp", "dense has no options"),
+        ("dense+lamp", "dense takes no strategy"),
+        ({"name": "dense", "at": {"1%": {"width": 3}}}, "dense has no options"),
         ({"label": "x"}, "write it like"),
         ({"name": "harp", "at": "1%"}, "at is '1%': give options by budget"),
         ({"name": "harp", "at": {"1%": {"gama": 1}}}, "unknown key 'gama'"),
@@ -115,6 +155,12 @@ def test_methods_that_make_no_sense(value: Any, said: str) -> None:
         ({"recipe": "digits/harp-98"}, "did you mean 'digits/harp-99'?"),
         ({"recipe": {**RECIPE, "stagse": []}}, "did you mean 'stages'?"),
         ({"name": "a/b"}, "write it like 'a-b'"),
+        ({"protocol": "papers"}, "unknown protocol 'papers': did you mean 'paper'?"),
+        ({"rank_by": "pdg-10"}, "study: rank_by: unknown attack 'pdg': did you mean 'pgd'?"),
+        ({"rank_by": "pgd-ten"}, "study: rank_by: "),
+        ({"rank_by": {"name": "pgd", "steps": -1}}, "study: rank_by: "),
+        ({"rank_by": 3}, "study: rank_by: "),
+        ({"rank_by": "natural"}, "study: rank_by: unknown attack 'natural'"),
     ],
     ids=str,
 )
@@ -122,6 +168,21 @@ def test_studies_that_make_no_sense(change: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         study.parse({**STUDY, **change})
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_attack_that_ranks_and_the_protocol() -> None:
+    plain = study.parse(STUDY)
+    assert (plain.rank_by, plain.protocol) == ("pgd-2", "equal") and plain.recipe == recipe.parse(RECIPE)
+    several = {**RECIPE, "evaluate": {"attacks": ["fgsm", "pgd-10", "cw"]}}
+    found = study.parse({**STUDY, "recipe": several, "rank_by": "pgd-10", "protocol": "paper"})
+    assert (found.rank_by, found.protocol) == ("pgd-10", "paper")
+    assert found.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw"]
+    added = study.parse({**STUDY, "recipe": several, "rank_by": {"name": "pgd", "steps": 5}})
+    assert added.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw", {"name": "pgd", "steps": 5}]
+    empty = study.parse({**STUDY, "recipe": {**RECIPE, "evaluate": {"attacks": []}}, "rank_by": "autoattack"})
+    assert empty.recipe.evaluate.attacks == ["autoattack"]
+    flags = study.load("digits", rank_by="fgsm", protocol="paper")
+    assert (flags.rank_by, flags.protocol) == ("fgsm", "paper")
 
 
 def test_a_recipe_beside_the_study_is_found_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +210,10 @@ def test_flags_override_and_a_recipe_alone_will_do() -> None:
 def test_shipped_studies_are_whole(name: str) -> None:
     found = study.load(name)
     assert found.description and len(found.methods) > 1 and found.seeds
+    large, kind = name.startswith("cifar10/"), name.rpartition("/")[2]
+    assert found.rank_by == ("pgd-20" if not large else "autoattack" if kind == "rivals" else "pgd-10")
+    assert found.protocol == ("paper" if large and kind in ("rivals", "strategies") else "equal")
+    assert found.recipe.evaluate.attacks.count(found.rank_by) == 1
 
 
 @pytest.mark.parametrize("model", ["tinynet", "convnet", "resnet8"])

@@ -23,7 +23,7 @@ from harp.launchers import command, local
 from harp.launchers.jobs import Job
 from harp.processes import engine
 from harp.pruners import PRUNERS
-from harp.recipe import Recipe, parse
+from harp.recipe import Recipe, Stage, parse
 from harp.study import DENSE, SMALL, Method, Study, slug
 
 
@@ -51,10 +51,18 @@ class Entry:
         recipe = folder / "recipe.yaml"
         return (folder / "summary.json").exists() and recipe.read_text("utf-8") == self.recipe.to_yaml()
 
+    def dense(self) -> list[Stage]:
+        """Its stages before anything is pruned."""
+        return list(takewhile(lambda stage: stage.pruner["name"] == "dense", self.recipe.stages))
+
     def shared(self) -> int:
         """How many of its first stages are pre-training for others too."""
-        dense = list(takewhile(lambda stage: stage.pruner["name"] == "dense", self.recipe.stages))
+        dense = self.dense()
         return len(dense) if len(dense) < len(self.recipe.stages) else 0
+
+    def start(self) -> str:
+        """The hash of these stages, the same for all that begin with the same network."""
+        return self.recipe.identity(len(self.dense()))
 
     def epochs(self) -> list[int]:
         """The epochs of pre-training and of each stage after it."""
@@ -79,13 +87,12 @@ class Comparison:
         base = study.recipe
         self.workers = workers  # processes that decode images ahead of each training process
         self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
-        if not base.evaluate.attacks:
-            raise RecipeError("evaluate.attacks is empty: methods are compared by the accuracy under its last attack")
         if base.units.budget == "latency":
             raise RecipeError(
                 "units.budget is latency, which every run would measure anew: compare under flops or macs"
             )
-        self.attack = assess.attack_of(base.evaluate.attacks[-1], assess.threat(base))[0]
+        self.attack = assess.attack_of(study.rank_by, assess.threat(base))[0]
+        self.protocol = pipeline.PROTOCOLS[study.protocol]
         self.content = base.model_dump(mode="json", exclude_defaults=True)
         self.parts = pipeline.parts(self.content["stages"])
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
@@ -107,12 +114,25 @@ class Comparison:
         runs: list[Entry] = []
         for seed in self.study.seeds:
             made = [self._entry(label, keep, seed, laid_out, model) for label, keep, laid_out, model in stages]
-            needed = any(entry.shared() for entry in made) or DENSE in [method.name for method in self.study.methods]
-            if needed and self.parts.pretrain:
-                dense = [{**stage, "pruner": "dense"} for stage in self.parts.pretrain]
-                first.append(self._entry(DENSE, None, seed, dense, self.content["model"]))
-            runs += [entry if not entry.shared() else _follow(entry, first[-1].name) for entry in made]
+            begins = self._pretrainings(seed, made)
+            first += begins.values()
+            runs += [replace(entry, after=begins[entry.start()].name) if entry.shared() else entry for entry in made]
         return [*first, *runs]
+
+    def _pretrainings(self, seed: int, made: Sequence[Entry]) -> dict[str, Entry]:
+        """The dense networks that runs begin with, by the hash of their stages: the recipe's, then methods' own."""
+        model, found = self.content["model"], dict[str, Entry]()
+        needed = {entry.start() for entry in made if entry.shared()}
+        if self.parts.pretrain:
+            dense = [{**stage, "pruner": "dense"} for stage in self.parts.pretrain]
+            entry = self._entry(DENSE, None, seed, dense, model)
+            if entry.start() in needed or DENSE in [method.name for method in self.study.methods]:
+                found[entry.start()] = entry
+        for run in made:
+            if run.shared() and run.start() not in found:
+                dense = [stage.model_dump(mode="json", exclude_defaults=True) for stage in run.dense()]
+                found[run.start()] = self._entry(f"{DENSE} ({run.method})", None, seed, dense, model)
+        return found
 
     def _planned(self, method: Method, keep: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """The stages and the model of a method at a budget, checked as far as that is possible without training."""
@@ -121,9 +141,10 @@ class Comparison:
             return self.parts.dense(), narrow.part(self.study.recipe, narrow.width(self.study.recipe, self.data, total))
         pruner, kind = method.pruner(keep), PRUNERS[method.name]
         kind(self.units, **{key: value for key, value in pruner.items() if key != "name"})
-        if not self.parts.prune["epochs"] and kind.passes is None and not kind.from_scratch:
+        stages = self.protocol.stages(pruner, *self.parts, self.content.get("objective"))
+        if not kind.from_scratch and kind.passes is None and not stages[-2]["epochs"]:
             raise RecipeError(f"{method.label} learns what to prune, but the recipe's stage for that has 0 epochs")
-        return pipeline.stages(pruner, *self.parts, self.content.get("objective")), self.content["model"]
+        return stages, self.content["model"]
 
     def _entry(
         self, label: str, keep: float | None, seed: int, stages: Sequence[dict[str, Any]], model: dict[str, Any]
@@ -247,6 +268,9 @@ class Comparison:
             "unit": self.units.noun,
             "seeds": list(self.study.seeds),
             "attack": title,
+            "rank_by": self.attack,
+            "protocol": self.study.protocol,
+            "protocol_meaning": self.protocol.meaning,
             "measure": "balanced accuracy" if self.data.balanced else "accuracy",
             "rows": found,
             "runs": records,
@@ -277,10 +301,6 @@ class Comparison:
             title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
             picture.draw_comparison(path, title, outcome["rows"], outcome["attack"], outcome["unit"])
         return paths
-
-
-def _follow(entry: Entry, name: str) -> Entry:
-    return replace(entry, after=name)
 
 
 def _json(path: Path) -> dict[str, Any]:

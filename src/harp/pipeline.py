@@ -1,49 +1,144 @@
-"""The stages that a method takes, laid out from lengths that all methods share.
+"""The stages that a method takes, laid out from the three parts of a recipe by one of two protocols.
 
-Fair is: the same epochs for everybody, spent as the method's paper spends them. A method that learns its masks prunes
-and fine-tunes a pre-trained network; one that finds them at once fine-tunes longer; one that trains sparse from random
-weights gets all epochs in one stage. The learning rates stay those of the stages that the epochs come from.
+`equal` gives the same epochs to everybody, spent as the method's paper spends them. A method that learns its masks
+prunes and fine-tunes a pre-trained network; one that finds them at once fine-tunes longer; one that trains sparse from
+random weights gets all epochs in one stage. The learning rates stay those of the stages that the epochs come from.
+
+`paper` gives each method the lengths, learning rates, decays and schedules of its own paper, its class's `layout`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from harp import objectives
 from harp.allocate import READS_WEIGHTS
 from harp.errors import RecipeError
-from harp.pruners import PRUNERS
+from harp.pruners import PRUNERS, Layout, Phase
 
 _Stage = Mapping[str, Any]
+_Part = Mapping[str, Any]
 _THREAT = ("epsilon", "step", "steps", "norm")
 ONE_STEP = ("fast", "free")  # their steps are as long as the ball is wide, and nobody else's
+PAPER_EPOCHS = 100  # of pre-training (and of fine-tuning) in HARP's paper: published lengths go with these
 
 
 def stages(
-    pruner: Mapping[str, Any],
-    pretrain: Sequence[_Stage],
-    prune: _Stage,
-    finetune: _Stage,
-    objective: Mapping[str, Any] | None = None,
+    pruner: _Part, pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None = None
 ) -> list[dict[str, Any]]:
-    """Lay a method out: `pretrain`, `prune` and `finetune` are stages of a recipe whose pruners are not looked at.
+    """Lay a method out, equally long for all; the stages are those of a recipe whose pruners are not looked at.
 
     `objective` is the recipe's: a method that fine-tunes by a loss of its own takes the threat from it.
     """
     method = PRUNERS[pruner["name"]]
-    dense = [{**stage, "pruner": "dense"} for stage in pretrain]
     if method.from_scratch:
-        epochs = sum(stage["epochs"] for stage in (*pretrain, prune, finetune))
-        like = {key: value for key, value in (pretrain[-1] if pretrain else prune).items() if key != "objective"}
-        # Rates read off trained weights need them; the training then starts from random ones all the same.
-        before = dense if pruner.get("strategy") in READS_WEIGHTS else []
-        return [*before, {**like, "name": "train", "pruner": dict(pruner), "epochs": epochs}]
+        return _from_scratch(pruner, pretrain, _whole(pretrain, prune, finetune, objective))
     passes = prune["epochs"] if method.passes is None else min(method.passes, prune["epochs"])
-    last = {**finetune, "pruner": "fixed", "epochs": finetune["epochs"] + prune["epochs"] - passes}
-    if method.finetuning and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
+    longer = {**finetune, "epochs": finetune["epochs"] + prune["epochs"] - passes}
+    return _in_three(pruner, pretrain, {**prune, "epochs": passes}, longer, objective)
+
+
+def published(
+    pruner: _Part, pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None = None
+) -> list[dict[str, Any]]:
+    """Lay a method out as its paper does; what the paper leaves open is the recipe's, as in `stages`.
+
+    Published lengths are scaled by the recipe's pre-training, which has 100 epochs in HARP's paper (by its fine-tuning
+    if it has none), and are at least one epoch.
+    """
+    method = PRUNERS[pruner["name"]]
+    layout = method.layout
+    scale = (_pretraining(pretrain, objective) if pretrain else finetune["epochs"]) / PAPER_EPOCHS
+    if method.from_scratch:
+        whole = _whole(pretrain, prune, finetune, objective)
+        return _from_scratch(pruner, pretrain, _timed(whole, layout.prune, scale))
+    first: Sequence[_Stage] = [*pretrain[:-1], *(_timed(stage, layout.pretrain, scale) for stage in pretrain[-1:])]
+    second, third = _timed(prune, layout.prune, scale), _timed(finetune, layout.finetune, scale)
+    if method.passes is not None:
+        second["epochs"] = min(method.passes, second["epochs"])
+    stepped = _stepped(layout, objective)
+    if stepped is not None:
+        first, (second, third) = _under(first, stepped), _under([second, third], stepped)
+    return _in_three(pruner, first, second, third, stepped or objective)
+
+
+def _in_three(
+    pruner: _Part, pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None
+) -> list[dict[str, Any]]:
+    """Pre-train, prune, fine-tune."""
+    last = {**finetune, "pruner": "fixed"}
+    own = PRUNERS[pruner["name"]].finetuning
+    if own and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
         given = objective or {}
         shared = ("epsilon", "norm") if given.get("name") in ONE_STEP else _THREAT
-        threat = {key: value for key, value in given.items() if key in shared}
-        last["objective"] = {**threat, **method.finetuning}
-    return [*dense, {**prune, "pruner": dict(pruner), "epochs": passes}, last]
+        last["objective"] = {**{key: value for key, value in given.items() if key in shared}, **own}
+    return [*_dense(pretrain), {**prune, "pruner": dict(pruner)}, last]
+
+
+def _from_scratch(pruner: _Part, pretrain: Sequence[_Stage], whole: _Stage) -> list[dict[str, Any]]:
+    """One training from random weights. Rates that are read off trained weights need the pre-training before it."""
+    before = _dense(pretrain) if pruner.get("strategy") in READS_WEIGHTS else []
+    return [*before, {**whole, "name": "train", "pruner": dict(pruner)}]
+
+
+def _whole(pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None) -> dict[str, Any]:
+    """All epochs in one stage, at the settings of the pre-training."""
+    like = {key: value for key, value in (pretrain[-1] if pretrain else prune).items() if key != "objective"}
+    return {**like, "epochs": _pretraining(pretrain, objective) + prune["epochs"] + finetune["epochs"]}
+
+
+def _pretraining(pretrain: Sequence[_Stage], objective: _Part | None) -> int:
+    """The epochs of pre-training, without a natural warm-up before an adversarial one: it is no part of the method."""
+    warm_up = [stage for stage in pretrain[:-1] if _name(stage.get("objective")) == "natural"]
+    counted = pretrain if _name(objective) == "natural" else [stage for stage in pretrain if stage not in warm_up]
+    return sum(stage["epochs"] for stage in counted)
+
+
+def _name(part: str | _Part | None) -> str | None:
+    return part if isinstance(part, str) or part is None else part.get("name")
+
+
+def _dense(pretrain: Sequence[_Stage]) -> list[dict[str, Any]]:
+    return [{**stage, "pruner": "dense"} for stage in pretrain]
+
+
+def _timed(stage: _Stage, phase: Phase, scale: float) -> dict[str, Any]:
+    """A stage at a paper's length and with its optimiser."""
+    timed = dict(stage)
+    if phase.epochs is not None:
+        timed["epochs"] = max(1, round(phase.epochs * scale))
+    if phase.optimizer():
+        timed["optimizer"] = {**stage.get("optimizer", {}), **phase.optimizer()}
+    return timed
+
+
+def _stepped(layout: Layout, objective: _Part | None) -> dict[str, Any] | None:
+    """The recipe's objective with the paper's step of the attack, if there is one and the attack has many."""
+    given = {"name": "pgd", **(objective or {})}
+    if layout.step is None or given["name"] in ("natural", *ONE_STEP):
+        return None
+    return {**given, "step": float(f"{layout.step * objectives.made(given).epsilon:.6g}")}
+
+
+def _under(stages: Sequence[_Stage], objective: _Part) -> list[dict[str, Any]]:
+    """Stages under this objective, but for those that have one of their own."""
+    return [{"objective": dict(objective), **stage} for stage in stages]
+
+
+class Protocol(NamedTuple):
+    """A way to lay out the methods of a comparison."""
+
+    meaning: str
+    stages: Callable[..., list[dict[str, Any]]]
+
+
+PROTOCOLS = {
+    "equal": Protocol("every method trains for the same epochs, at the recipe's learning rates", stages),
+    "paper": Protocol(
+        "every method has the lengths, learning rates, decays and schedules of its own paper; lengths are scaled by "
+        f"the recipe's pre-training, {PAPER_EPOCHS} epochs in HARP's paper",
+        published,
+    ),
+}
 
 
 class Parts(NamedTuple):

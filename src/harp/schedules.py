@@ -10,7 +10,10 @@ Shape = Callable[[float], float]
 
 
 def cosine(progress: float) -> float:
-    """The learning rate's factor falls from 1 to 0 along half a cosine, step by step."""
+    """The learning rate's factor falls from 1 to 0 along half a cosine, step by step.
+
+    The authors of HARP and HYDRA change it once an epoch and an epoch late: the last of 20 still has 2.4 % of it.
+    """
     return 0.5 * (1 + math.cos(math.pi * progress))
 
 

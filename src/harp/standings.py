@@ -74,12 +74,16 @@ def accuracy(mean: float | None, half: float | None) -> str:
     return f"{100 * mean:.1f} ± " + ("–" if half is None or math.isnan(half) else f"{100 * half:.1f}")
 
 
-def blocks(found: Sequence[Mapping[str, Any]], size: int, unit: str = "weights") -> list[tuple[str, list[list[str]]]]:
-    """Title and rows of the table of each budget, a share of `size`; the dense network is on top of each."""
+def blocks(outcome: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """Title and rows of the table of each budget; the dense network is on top of each."""
+    found, size, unit = (outcome[key] for key in ("rows", "size", "unit"))
     dense = [cells(row) for row in found if row["keep"] is None]
     shares = dict.fromkeys(row["keep"] for row in found if row["keep"] is not None)
     by_share = {keep: [cells(row) for row in found if row["keep"] == keep] for keep in shares}
-    return [(title(keep, size, unit), [*dense, *lines]) for keep, lines in by_share.items()] or [("dense", dense)]
+    ranked = f", ranked by {outcome['rank_by']}"
+    return [(title(keep, size, unit) + ranked, [*dense, *lines]) for keep, lines in by_share.items()] or [
+        ("dense", dense)
+    ]
 
 
 def title(keep: float, size: int, unit: str = "weights") -> str:
@@ -102,10 +106,12 @@ def notes(outcome: Mapping[str, Any]) -> list[str]:
     found, seeds = outcome["rows"], len(outcome["seeds"])
     over = "one seed, no interval" if seeds == 1 else f"mean ± half the 95 % interval over {seeds} seeds (Student's t)"
     said = [f"{outcome['measure'].capitalize()} in per cent on the test set: {over}."]
+    said.append(f"Ranked by {outcome['rank_by']}. Protocol {outcome['protocol']}: {outcome['protocol_meaning']}.")
     said.append("Epochs: pre-training/pruning/fine-tuning, or one training from random weights.")
     for row in found:
         if row["keep"] is None and row["seconds"]:
-            each = f"Pre-training (epochs: {row['epochs']}) took {duration(row['seconds'])} a seed"
+            what = "Pre-training" if row["method"] == "dense" else f"The pre-training of {row['method']}"
+            each = f"{what} (epochs: {row['epochs']}) took {duration(row['seconds'])} a seed"
             said.append(f"{each}; the methods that begin with it share it, and it is not in their times.")
     return said
 
@@ -119,7 +125,7 @@ def markdown(outcome: Mapping[str, Any]) -> str:
         titles = ("method", *(f"keep {100 * keep:.10g} %" for keep in shares))
         lines += [f"## {outcome['attack']}", "", _line(titles), "|---" * len(titles) + "|"]
         lines += [*map(_line, overview(outcome["rows"])), ""]
-    for text, body in blocks(outcome["rows"], outcome["size"], outcome["unit"]):
+    for text, body in blocks(outcome):
         lines += [f"## {text}", "", _line(head), "|---" * len(head) + "|", *map(_line, body), ""]
     return "\n".join(lines + [f"- {note}" for note in notes(outcome)]) + "\n"
 

@@ -1,7 +1,9 @@
 """Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
 
-A study is a YAML file with `recipe`, `methods`, `keep` and `seeds`, or just a recipe with the rest given as flags. A
-method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label.
+A study is a YAML file with `recipe`, `methods`, `keep`, `seeds`, `rank_by` (an attack) and `protocol` (how the methods'
+stages are laid out, see `harp.pipeline`), or just a recipe with the rest given as flags. A
+method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label. What
+the recipe sets for its own pruner holds for the methods of the same class and its subclasses.
 """
 
 import inspect
@@ -15,12 +17,13 @@ from pydantic import ValidationError
 
 from harp import recipe as recipes
 from harp.errors import RecipeError
+from harp.pipeline import PROTOCOLS
 from harp.pruners import PRUNERS
-from harp.recipe import Recipe, Stage, number, read, unknown
+from harp.recipe import Evaluation, Recipe, Stage, number, read, unknown
 
 SHIPPED = Path(__file__).parent / "studies"
 DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network with as many weights as are kept
-_KEYS = ("name", "description", "recipe", "methods", "keep", "seeds")
+_KEYS = ("name", "description", "recipe", "methods", "keep", "seeds", "rank_by", "protocol")
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,11 @@ class Method:
     label: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # options of single budgets
+    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # all options, for single budgets
 
     def pruner(self, keep: float) -> dict[str, Any]:
         """The method as the pruner of a recipe."""
-        return {"name": self.name, **self.options, **self.at.get(keep, {}), "keep": keep}
+        return {"name": self.name, **self.at.get(keep, self.options), "keep": keep}
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,12 @@ class Study:
 
     name: str
     description: str
-    recipe: Recipe
+    recipe: Recipe  # it evaluates by `rank_by` too
     methods: tuple[Method, ...]
     keep: tuple[float, ...]  # from much to little
     seeds: tuple[int, ...]
+    rank_by: str | Mapping[str, Any]  # the attack under which the most accurate method is the best
+    protocol: str  # a name in `pipeline.PROTOCOLS`
 
 
 def shipped() -> dict[str, Path]:
@@ -60,9 +65,11 @@ def load(
     methods: str | None = None,
     keep: str | None = None,
     seeds: str | None = None,
+    rank_by: str | None = None,
+    protocol: str | None = None,
     changes: Sequence[str] = (),
 ) -> Study:
-    """Read a study or a recipe from a file or by its shipped name; `methods`, `keep` and `seeds` override it."""
+    """Read a study or a recipe from a file or by its shipped name; what else is given overrides its keys."""
     known = {**shipped(), **recipes.shipped()}
     path = Path(source) if Path(source).is_file() else known.get(source)
     if path is None:
@@ -74,6 +81,7 @@ def load(
         content = {"name": content.get("name", path.stem), "recipe": {"name": path.stem, **content}}
     given = {"methods": methods, "keep": keep, "seeds": seeds}
     content |= {key: text.split(",") for key, text in given.items() if text is not None}
+    content |= {key: text for key, text in (("rank_by", rank_by), ("protocol", protocol)) if text is not None}
     if methods is not None:
         content["methods"] = split_methods(methods)
     return parse({"name": path.stem, **content}, path.parent, changes)
@@ -88,17 +96,29 @@ def parse(content: Mapping[str, Any], folder: Path = Path(), changes: Sequence[s
     name = str(content.get("name", made.name))
     if slug(name) != name:
         raise RecipeError(f"study: name {name!r} becomes part of folders' names: write it like {slug(name)!r}")
-    methods = tuple(method(value) for value in _list(content, "methods", []))
+    methods = tuple(method(value, _own_pruner(made)) for value in _list(content, "methods", []))
     if not methods:
         raise RecipeError("no methods to compare: give some, like --methods harp,hydra+lamp,magnitude,dense-small")
-    keep = [_share(value) for value in _list(content, "keep", [_own_keep(made)])]
+    keep = [_share(value) for value in _list(content, "keep", [_own_pruner(made).get("keep")])]
     seeds = [_seed(value) for value in _list(content, "seeds", [made.seed])]
     for what, values in (("keep", keep), ("seeds", seeds), ("methods", [slug(one.label) for one in methods])):
         twice = [value for position, value in enumerate(values) if value in values[:position]]
         if twice:
             raise RecipeError(f"study: {what}: {twice[0]} is there twice")
-    text = str(content.get("description", made.description))
-    return Study(name, text, made, methods, tuple(sorted(keep, reverse=True)), tuple(seeds))
+    protocol = content.get("protocol", "equal")
+    if protocol not in PROTOCOLS:
+        raise RecipeError(f"study: {unknown('protocol', protocol, PROTOCOLS)}")
+    rank_by = _attack(content.get("rank_by"), made)
+    return Study(
+        name=name,
+        description=str(content.get("description", made.description)),
+        recipe=_evaluated_by(rank_by, made),
+        methods=methods,
+        keep=tuple(sorted(keep, reverse=True)),
+        seeds=tuple(seeds),
+        rank_by=rank_by,
+        protocol=protocol,
+    )
 
 
 def split_methods(text: str) -> list[str]:
@@ -112,8 +132,9 @@ def split_methods(text: str) -> list[str]:
     return found
 
 
-def method(value: Any) -> Method:
-    """Read a method from text or from a mapping, and check its options."""
+def method(value: Any, base: Mapping[str, Any] | None = None) -> Method:
+    """Read a method from text or from a mapping, and check its options; `base` is the pruner of the recipe."""
+    base = base or {}
     if isinstance(value, str):
         head, _, tail = value.partition(":")
         pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
@@ -121,16 +142,16 @@ def method(value: Any) -> Method:
             if not (key.strip() and equals and text.strip()):
                 raise RecipeError(f"method {value!r}: write options like NAME:option=value,option=value")
         options = {key.strip(): read(text, f"method {value!r}") for key, _, text in pairs}
-        return _checked(value.strip(), head.strip(), options)
+        return _checked(value.strip(), *_named(value.strip(), head.strip(), options), base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise RecipeError(f"method {value!r}: write it like harp+lamp:gamma_step=0.1 or {{label: ..., name: ..., ...}}")
     options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
     label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
     if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):
         raise RecipeError(f"method {label!r}: at is {by_budget!r}: give options by budget, like {{1%: {{rho: 0.01}}}}")
-    made = _checked(label, value["name"], options)
-    at = {_share(keep): _checked(label, made.name, dict(some)).options for keep, some in by_budget.items()}
-    return replace(made, at=at)
+    name, own = _named(label, value["name"], options)
+    at = {_share(keep): _checked(label, name, {**own, **some}, base).options for keep, some in by_budget.items()}
+    return replace(_checked(label, name, own, base), at=at)
 
 
 def slug(label: str) -> str:
@@ -138,32 +159,50 @@ def slug(label: str) -> str:
     return re.sub(r"[^\w.+=%-]+", "-", label).strip("-.") or "-"
 
 
-def _checked(label: str, text: str, options: dict[str, Any]) -> Method:
+def _named(label: str, text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The method's name, and its own options with the strategy that may follow the name."""
     names = [DENSE, SMALL, *(known for known in PRUNERS if known not in ("dense", "fixed"))]
     name, plus, strategy = text.rpartition("+") if "+" in text and text not in names else (text, "", "")
     if name not in names:
         raise RecipeError(unknown("method", name, names))
+    if not plus:
+        return name, options
+    taken = {} if name in (DENSE, SMALL) else inspect.signature(PRUNERS[name]).parameters
+    key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
+    if key is None or key in options:
+        why = "takes no strategy" if key is None else f"has its {key} twice"
+        raise RecipeError(f"method {label!r}: {name} {why}")
+    return name, {key: strategy, **options}
+
+
+def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, Any]) -> Method:
     if name in (DENSE, SMALL):
-        if plus or options:
+        if options:
             raise RecipeError(f"method {label!r}: {name} has no options")
         return Method(label, name)
-    taken = inspect.signature(PRUNERS[name]).parameters
-    if plus:
-        key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
-        if key is None or key in options:
-            why = "takes no strategy" if key is None else f"has its {key} twice"
-            raise RecipeError(f"method {label!r}: {name} {why}")
-        options = {key: strategy, **options}
     if "keep" in options:
         raise RecipeError(f"method {label!r}: keep is the study's, the same for all methods")
+    pruner = {"name": name, **_inherited(name, base), **options, "keep": 0.5}
     try:
-        stage = Stage.model_validate({"name": "prune", "pruner": {"name": name, **options, "keep": 0.5}, "epochs": 0})
+        stage = Stage.model_validate({"name": "prune", "pruner": pruner, "epochs": 0})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
         message = first["msg"].removeprefix("Value error, ")
         raise RecipeError(f"method {label!r}: {place}{': ' * bool(place)}{message}") from error
     return Method(label, name, {key: value for key, value in stage.pruner.items() if key not in ("name", "keep")})
+
+
+def _inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a method takes over from the recipe's pruner: options that mean the same to both.
+
+    An option that the method has another default for is its own, as the strategy is to Tandem beside HYDRA.
+    """
+    if not base or not issubclass(PRUNERS[name], PRUNERS[base["name"]]):
+        return {}
+    ours, theirs = (inspect.signature(PRUNERS[each]).parameters for each in (name, base["name"]))
+    shared = [key for key in theirs if key in ours and ours[key].default == theirs[key].default]
+    return {key: value for key, value in base.items() if key in shared and key != "keep"}
 
 
 def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Recipe:
@@ -179,6 +218,27 @@ def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Reci
     return recipes.load(path if path.is_file() else value, changes)
 
 
+def _attack(value: Any, made: Recipe) -> str | Mapping[str, Any]:
+    """The attack that ranks; the recipe's last one if none is named."""
+    if value is None:
+        if not made.evaluate.attacks:
+            raise RecipeError("evaluate.attacks is empty: name the attack that ranks the methods, like rank_by: pgd-20")
+        return made.evaluate.attacks[-1]
+    try:
+        return Evaluation.model_validate({"attacks": [value]}).attacks[0]
+    except (ValidationError, RecipeError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise RecipeError(f"study: rank_by: {first.removeprefix('Value error, ')}") from error
+
+
+def _evaluated_by(attack: str | Mapping[str, Any], made: Recipe) -> Recipe:
+    """The recipe with this attack among those that it evaluates by."""
+    attacks = made.evaluate.attacks
+    if attack in attacks:
+        return made
+    return made.model_copy(update={"evaluate": made.evaluate.model_copy(update={"attacks": [*attacks, attack]})})
+
+
 def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]:
     value = content.get(key, default)
     if not isinstance(value, list):
@@ -186,8 +246,9 @@ def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]
     return value or default
 
 
-def _own_keep(made: Recipe) -> Any:
-    return next((stage.pruner["keep"] for stage in made.stages if "keep" in stage.pruner), None)
+def _own_pruner(made: Recipe) -> dict[str, Any]:
+    """The pruner of the recipe's stage that prunes."""
+    return next((stage.pruner for stage in made.stages if stage.pruner["name"] not in ("dense", "fixed")), {})
 
 
 def _share(value: Any) -> float:

@@ -110,7 +110,7 @@ class CwInf(Pgd):
     usual logits.
     """
 
-    steps: int = 20
+    steps: int = 20  # as in the code of HARP's authors; their paper says those of training, 10
     kappa: float = 50.0
 
     code: ClassVar[str] = "cw"

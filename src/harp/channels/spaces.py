@@ -3,6 +3,9 @@
 A space is a set of channels that the same weights give and the same weights read, such as the stream of a residual
 stage or the hidden width of a block: any of its channels may go, so it is the "layer" of channel pruning. It carries
 the name of the first weight that reads it.
+
+A departure from HARP's authors, who give every layer a rate for its inputs (ResNet18: 18 rates for 21 layers, shortcuts
+copy theirs): layers that read one stream share one rate here, 12 in ResNet18, so that what is pruned can be cut out.
 """
 
 from collections import Counter, defaultdict

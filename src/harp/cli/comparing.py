@@ -21,6 +21,11 @@ def compare(
     ] = None,
     keep: Annotated[str | None, typer.Option(help="Shares of the budget to keep, like 10%,1%,0.5%.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="How methods train: equal (the same epochs for all) or paper (as each was published)."),
+    ] = None,
+    rank_by: Annotated[str | None, typer.Option(help="The attack that ranks the methods, like pgd-10.")] = None,
     jobs: Annotated[int, typer.Option(help="Runs at a time; they share the machine's cores.")] = 1,
     launcher: Annotated[
         str, typer.Option(help="Where the runs are done: local (processes here) or slurm (a job each).")
@@ -43,7 +48,8 @@ def compare(
     Example: harp compare fashion/harp-99 --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
 
     NAME+STRATEGY spreads the budget by a strategy; NAME:option=value sets an option. `dense-small` is a dense network
-    with as many weights as the others keep. All train for the same epochs. Interrupted? The same command goes on.
+    with as many weights as the others keep. All train for the same epochs, or with `--protocol paper` as published.
+    Interrupted? The same command goes on.
 
     On a cluster `--launcher slurm` submits a job a run. The same command again shows how they are, submits what failed,
     and writes the tables when all are finished.
@@ -65,7 +71,9 @@ def compare(
         raise RecipeError('--max-minutes is for --launcher local; SLURM limits its jobs by --sbatch "--time=8:00:00"')
     stop = Stop(max_minutes, BEGAN)
     display = Terminal()
-    planned = studies.load(study, methods=methods, keep=keep, seeds=seeds, changes=changes)
+    planned = studies.load(
+        study, methods=methods, keep=keep, seeds=seeds, rank_by=rank_by, protocol=protocol, changes=changes
+    )
     comparison = Comparison(
         planned, out, data_dir=data_dir, display=display, workers=workers, elsewhere=launcher != "local"
     )
@@ -122,7 +130,7 @@ def _show(comparison: Any, outcome: dict[str, Any], display: Any, as_json: bool)
     if as_json:
         typer.echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
     else:
-        for title, rows in standings.blocks(outcome["rows"], outcome["size"], outcome["unit"]):
+        for title, rows in standings.blocks(outcome):
             display.table(f"\n{title}", standings.columns(outcome["attack"], outcome["unit"]), rows)
         typer.echo("\n" + "\n".join(standings.notes(outcome)))
         typer.echo(f"files     {comparison.folder}")

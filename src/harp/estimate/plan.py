@@ -152,6 +152,7 @@ def _laid_out(planned: study.Study) -> list[Recipe]:
     base = planned.recipe
     content = base.model_dump(mode="json", exclude_defaults=True)
     parts = pipeline.parts(content["stages"])
+    lay_out = pipeline.PROTOCOLS[planned.protocol].stages
     runs: list[dict[str, Any]] = []
     if parts.pretrain:
         runs.append({"stages": [{**stage, "pruner": "dense"} for stage in parts.pretrain]})
@@ -161,7 +162,7 @@ def _laid_out(planned: study.Study) -> list[Recipe]:
                 # weights and operations both grow with the square of the width
                 runs.append({"stages": parts.dense(), "model": {**content["model"], "width": math.sqrt(keep)}})
             elif method.name != study.DENSE:
-                runs.append({"stages": pipeline.stages(method.pruner(keep), *parts, content.get("objective"))})
+                runs.append({"stages": lay_out(method.pruner(keep), *parts, content.get("objective"))})
     return [recipe.parse({**content, **changes}) for changes in runs]
 
 

@@ -2,7 +2,7 @@
 
 from harp.pruners.admm import Admm
 from harp.pruners.anp import AnpVs
-from harp.pruners.base import Dense, Dynamic, Fixed, Latent, Plan, Pruner
+from harp.pruners.base import Dense, Dynamic, Fixed, Latent, Layout, Phase, Plan, Pruner
 from harp.pruners.bcs import BcsP
 from harp.pruners.chance import Random
 from harp.pruners.dnr import Dnr
@@ -56,8 +56,10 @@ __all__ = [
     "Hydra",
     "Lamp",
     "Latent",
+    "Layout",
     "Mad",
     "Magnitude",
+    "Phase",
     "Plan",
     "Pruner",
     "Random",

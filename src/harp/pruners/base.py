@@ -39,6 +39,31 @@ class Plan:
     shape: Callable[[float], float] = lambda progress: 1.0  # learning rate's factor over progress in [0, 1]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """A stage as a paper has it; None: as the recipe has it."""
+
+    epochs: int | None = None  # beside 100 epochs of pre-training, HARP's
+    lr: float | None = None
+    weight_decay: float | None = None
+    schedule: str | Mapping[str, Any] | None = None
+
+    def optimizer(self) -> dict[str, Any]:
+        """What the paper says of the optimiser."""
+        said = {"lr": self.lr, "weight_decay": self.weight_decay, "schedule": self.schedule}
+        return {key: value for key, value in said.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages as a method's paper has them; by default the recipe's, which are HARP's at the paper's scale."""
+
+    pretrain: Phase = Phase()
+    prune: Phase = Phase()  # of a method that trains from scratch: its only stage
+    finetune: Phase = Phase()
+    step: float | None = None  # of the attack that it trains against, relative to ε
+
+
 class Pruner(nn.Module):
     """Leave the weights alone: dense training. Also the base of every method.
 
@@ -50,6 +75,7 @@ class Pruner(nn.Module):
     from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
     passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
+    layout: ClassVar[Layout] = Layout()  # the stages of its paper, for comparisons by the protocol `paper`
     same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
     revision: ClassVar[int] = 1  # part of its stages' hashes: raise it when the same options give another result
@@ -289,7 +315,8 @@ class Latent(Pruner, ABC):
 
     The dense weights are kept aside; the model holds dense * mask. A subclass says which masks are in force (`current`)
     and how the gradient on a mask reaches what it learns (`pull`). Norms' affine parameters are trained along, as in
-    the authors' code (only scores and quotas are variables in the papers' formulas); biases and weights are frozen.
+    the authors' code (only scores and quotas are variables in the papers' formulas), save for those that came frozen;
+    biases and weights are frozen.
     """
 
     dense: nn.ParameterList
@@ -312,7 +339,8 @@ class Latent(Pruner, ABC):
 
     def trainable(self) -> list[ParameterGroup]:
         """What is learned, and the norms of the model; prunable weights only lend their gradients."""
-        affine = [p for m in self.units.model.modules() if isinstance(m, _NORMS) for p in m.parameters(recurse=False)]
+        norms = [module for module in self.units.model.modules() if isinstance(module, _NORMS)]
+        affine = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
         self._train_only([*affine, *self.units.weights])
         first, *others = self.latents()
         return [{**first, "params": [*first["params"], *affine]}, *others]

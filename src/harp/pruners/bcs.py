@@ -40,7 +40,7 @@ from harp.allocate import allocate
 from harp.apportion import best
 from harp.errors import BudgetError, RecipeError
 from harp.masks import Masks, top_k
-from harp.pruners.base import ParameterGroup, Plan, Pruner, random_masks
+from harp.pruners.base import Layout, ParameterGroup, Phase, Plan, Pruner, random_masks
 from harp.units import Units
 
 PAPER_RATE = 0.1  # the learning rate where no optimiser is known
@@ -65,6 +65,8 @@ class BcsP(Pruner):
 
     from_scratch = True
     granular = True
+    # The authors' code: 200 epochs from 0.1, a tenth at 50 % and 75 %; the decay of θ is an option of its own.
+    layout = Layout(prune=Phase(200, lr=0.1, schedule="steps"))
     theta: nn.ParameterList
 
     def __init__(

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from harp.allocate import READS_WEIGHTS, allocate
 from harp.errors import RecipeError
 from harp.masks import top_k
-from harp.pruners.base import Dynamic, Objective, Plan, random_masks
+from harp.pruners.base import Dynamic, Layout, Objective, Phase, Plan, random_masks
 from harp.schedules import cosine
 from harp.units import Units
 
@@ -58,6 +58,9 @@ class Dnr(Dynamic):
     """
 
     granular = True
+    # HARP's comparison: 200 epochs. The training code is not public: that the rate falls in steps is from memory, where
+    # is our guess.
+    layout = Layout(prune=Phase(200, lr=0.1, schedule="steps"))
     remembered = (*Dynamic.remembered, "epoch")
 
     def __init__(

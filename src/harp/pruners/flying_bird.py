@@ -36,7 +36,7 @@ from harp.allocate import READS_WEIGHTS, allocate
 from harp.errors import RecipeError
 from harp.frozen import Logits
 from harp.masks import Masks, at_random, kept, top_k
-from harp.pruners.base import Dynamic, Objective, Plan, random_masks
+from harp.pruners.base import Dynamic, Layout, Objective, Phase, Plan, random_masks
 from harp.units import Units
 
 PAPER_STEPS = 200 * 352  # the training where none is known
@@ -55,6 +55,8 @@ class FlyingBird(Dynamic):
     """
 
     granular = True
+    # The authors' code: 200 epochs from 0.1, a tenth at 100 and 150, decay 5e-4.
+    layout = Layout(prune=Phase(200, lr=0.1, weight_decay=5e-4, schedule="steps"))
     remembered = (*Dynamic.remembered, "step", "moved")
 
     def __init__(

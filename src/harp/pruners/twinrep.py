@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from harp.apportion import flat, highest
 from harp.errors import RecipeError
 from harp.masks import Masks
-from harp.pruners.base import ParameterGroup, Plan, Pruner, largest
+from harp.pruners.base import Layout, ParameterGroup, Phase, Plan, Pruner, largest
 from harp.units import Units
 
 PAPER_STEPS = 100 * 391  # the training where none is known
@@ -40,6 +40,7 @@ class TwinRep(Pruner):
     """
 
     from_scratch = True
+    layout = Layout(prune=Phase(100, weight_decay=2e-4))  # the authors' code
     remembered = (*Pruner.remembered, "step", "is_cut")
     left: nn.ParameterList
     right: nn.ParameterList
