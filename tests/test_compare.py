@@ -221,15 +221,15 @@ def test_no_pretraining_where_nobody_needs_it(tmp_path: Path) -> None:
 
 
 def test_names_budgets_and_the_folder(tmp_path: Path) -> None:
-    comparison = compared(tmp_path, methods=["harp:gamma_step=1/100"], keep=["7%", "12.5%"], seeds=[2, 5])
+    comparison = compared(tmp_path, methods=["harp:reach=1/100"], keep=["7%", "12.5%"], seeds=[2, 5])
     assert [entry.recipe.name for entry in comparison.entries] == [
         *["t-dense"] * 2,
-        *["t-harp-gamma_step=1-100-87.5", "t-harp-gamma_step=1-100-93"] * 2,
+        *["t-harp-reach=1-100-87.5", "t-harp-reach=1-100-93"] * 2,
     ]
     assert len({entry.folder for entry in comparison.entries}) == 6
     assert comparison.folder.name.startswith("compare-t-")
     assert comparison.folder == compared(
-        tmp_path, methods=["harp:gamma_step=0.01"], keep=[0.125, 0.07], seeds=[2, 5]
+        tmp_path, methods=["harp:reach=0.01"], keep=[0.125, 0.07], seeds=[2, 5]
     ).folder.with_name(comparison.folder.name)
     assert comparison.folder != compared(tmp_path, methods=["harp"]).folder
 

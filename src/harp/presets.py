@@ -1,5 +1,6 @@
 """What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ class Preset:
     epochs: tuple[int, int, int]  # pre-train, prune, fine-tune
     pad: int = 4  # small images would lose what they show
 
+
+BEST = "tandem"
+"""The method of `harp prune` unless one is named: the best row of `benchmarks/README.md` at every budget measured."""
 
 PAPER = Preset("8/255", "2/255", (100, 20, 100))
 PRESETS = {
@@ -64,7 +68,8 @@ def recipe(
         threat |= {} if objective in pipeline.ONE_STEP else {"step": step}
     pruner: dict[str, Any] = {"name": method, "keep": keep}
     if strategy is not None:
-        pruner["initial_strategy" if method in ("harp", "harp-r") else "strategy"] = strategy
+        taken = inspect.signature(PRUNERS[method]).parameters
+        pruner["initial_strategy" if "initial_strategy" in taken else "strategy"] = strategy
     training = {"name": objective, **threat}
     stages = pipeline.stages(
         pruner,

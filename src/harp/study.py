@@ -144,7 +144,7 @@ def method(value: Any, base: Mapping[str, Any] | None = None) -> Method:
         options = {key.strip(): read(text, f"method {value!r}") for key, _, text in pairs}
         return _checked(value.strip(), *_named(value.strip(), head.strip(), options), base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise RecipeError(f"method {value!r}: write it like harp+lamp:gamma_step=0.1 or {{label: ..., name: ..., ...}}")
+        raise RecipeError(f"method {value!r}: write it like harp+lamp:reach=0 or {{label: ..., name: ..., ...}}")
     options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
     label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
     if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):

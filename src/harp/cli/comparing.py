@@ -17,7 +17,7 @@ def compare(
         ),
     ],
     methods: Annotated[
-        str | None, typer.Option(help="Like harp,hydra+lamp,harp:gamma_step=0.1,dense-small (`harp list methods`).")
+        str | None, typer.Option(help="Like harp,hydra+lamp,harp:reach=0,dense-small (`harp list methods`).")
     ] = None,
     keep: Annotated[str | None, typer.Option(help="Shares of the budget to keep, like 10%,1%,0.5%.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,

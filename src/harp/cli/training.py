@@ -84,7 +84,10 @@ def prune(
     keep: Annotated[
         str, typer.Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
     ],
-    method: Annotated[str, typer.Option(help="Pruning method (`harp list methods`).")] = "harp",
+    method: Annotated[
+        str | None,
+        typer.Option(help="Pruning method (`harp list methods`); default: the best that was measured, tandem."),
+    ] = None,
     strategy: Annotated[
         str | None,
         typer.Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, blend or global."),
@@ -127,6 +130,11 @@ def prune(
     from harp import presets
     from harp.recipe import parse
 
+    if method is None:
+        method = presets.BEST
+        voice.say_first(
+            f"method: {method}, the best measured at every budget (benchmarks/README.md); --method names another"
+        )
     content = presets.recipe(
         model,
         data,
