@@ -125,7 +125,10 @@ def test_the_chosen_epoch_counts(
 
 
 def test_a_budget_missed_in_training_is_told_everywhere_and_later(harp: Harp) -> None:
-    prune = {"name": "prune", "pruner": {"name": "harp", "keep": "40%", "gamma_step": 1e-6, "initial_rate": 0.9}}
+    prune = {
+        "name": "prune",
+        "pruner": {"name": "harp", "keep": "40%", "published": True, "gamma_step": 1e-6, "initial_rate": 0.9},
+    }
     content = learning("1%", stages=[PRETRAIN, {**prune, "epochs": 1}, FINETUNE])
     code, out, err, folder, summary = executed(harp, content)
     assert code == 0, err

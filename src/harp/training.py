@@ -354,8 +354,9 @@ def budget_warning(history: Sequence[Record], stage: str | None = None) -> str:
     loss = history[-1].get("budget_loss") if history else None
     excess = f" (exceeded by {100 * loss:.3g} % at the end)" if loss else ""
     return (
-        f"The budget was not met {where}{excess}, so the masks were cut to it after the last epoch; train for more "
-        "epochs, keep more, or let the budget weigh more (HARP: a larger gamma_step)."
+        f"The budget was not met {where}{excess}, so the masks were cut to it after the last epoch (HARP's: at LAMP's "
+        "rates, not at the learned ones); train for more epochs, keep more, or let the budget weigh more (HARP: a "
+        "larger gamma_step, or without `published`)."
     )
 
 

@@ -130,16 +130,11 @@ def prune(
     from harp import presets
     from harp.recipe import parse
 
-    if method is None:
-        method = presets.BEST
-        voice.say_first(
-            f"method: {method}, the best measured at every budget (benchmarks/README.md); --method names another"
-        )
     content = presets.recipe(
         model,
         data,
         keep,
-        method=method,
+        method=method or presets.BEST,
         strategy=strategy,
         objective=objective,
         epsilon=epsilon,
@@ -153,7 +148,9 @@ def prune(
         multiple=multiple,
     )
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
-    _execute(parse(content, changes), out, data_dir, machines, Care(minutes, keep_states, max_minutes, workers))
+    note = f"method: {presets.BEST}, the best measured at every budget (benchmarks/README.md); --method names another"
+    care = Care(minutes, keep_states, max_minutes, workers)
+    _execute(parse(content, changes), out, data_dir, machines, care, note if method is None else "")
 
 
 def _run(
@@ -169,7 +166,8 @@ def _run(
     _execute(load(name, changes), out, data_dir, machines, care)
 
 
-def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, care: Care) -> None:
+def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, care: Care, note: str = "") -> None:
+    """Run a recipe and tell how it went; `note` is said before it starts."""
     from harp import card, finished, picture, summary
     from harp.errors import MissingExtra
     from harp.keeper import Stop
@@ -182,6 +180,8 @@ def _execute(recipe: Any, out: Path, data_dir: Path | None, machines: Machines, 
     keeping: dict[str, Any] = {"minutes": care.minutes, "keep_states": care.states, "stop": stop}
     keeping["workers"] = care.workers
     work = Run(recipe, out, data_dir=data_dir, display=display, fabric=fabric, **keeping)
+    if note:
+        display.note(note)
     outcome = work.execute()
     if not fabric.is_global_zero:
         return
