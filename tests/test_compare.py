@@ -631,6 +631,22 @@ def test_a_row_says_all_that_is_wrong_with_its_runs() -> None:
     assert standings.cells(row)[-1] == "2 of 4 at chance; budget unmet in 2 of 4; why"
 
 
+def test_rows_are_paired_with_the_best_of_their_budget() -> None:
+    facts = {"keep": 0.1, "epochs": [1], "kept": 1, "natural": 0.5, "seconds": 1.0, "failed": None}
+    found = {"best": [0.60, 0.52, 0.55], "other": [0.58, 0.53, 0.50], "once": [None, 0.4, None]}
+    records = [
+        {**facts, "method": method, "seed": seed, "robust": value, "failed": None if value else "why"}
+        for method, values in found.items()
+        for seed, value in enumerate(values)
+    ]
+    best, other, once = standings.rows(records)
+    assert best["lead"] is None and standings.cells(best)[4] == "–"
+    assert other["lead"]["mean"] == pytest.approx(0.02) and other["lead"]["ahead"] == 2
+    assert other["lead"]["half"] == pytest.approx(4.303 * 0.03 / 3**0.5, rel=1e-3)
+    assert standings.cells(other)[4] == "2.0 ± 7.5 on 2 of 3"
+    assert standings.cells(once)[4] == "12.0 ± – on 1 of 1"
+
+
 def test_the_overview_has_a_row_a_method_and_a_column_a_budget() -> None:
     facts = {"seed": 0, "failed": None, "epochs": [1], "seconds": 1.0, "natural": 0.5, "kept": 10}
     places = [("dense", None, 0.9), ("a", 0.1, 0.8), ("b", 0.1, 0.7), ("a", 0.01, 0.2), ("b", 0.01, 0.6)]

@@ -16,7 +16,23 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     for record in records:
         groups.setdefault((record["keep"], record["method"]), []).append(record)
     found = [_row(keep, method, group) for (keep, method), group in groups.items()]
-    return sorted(found, key=lambda row: (-(row["keep"] or math.inf), -_or_last(row["robust"])))
+    ranked = sorted(found, key=lambda row: (-(row["keep"] or math.inf), -_or_last(row["robust"])))
+    best: dict[float, str] = {}
+    for row in ranked:
+        if row["keep"] is not None:
+            first = best.setdefault(row["keep"], row["method"])
+            row["lead"] = _lead(groups[row["keep"], first], groups[row["keep"], row["method"]])
+    return ranked
+
+
+def _lead(best: Sequence[Record], other: Sequence[Record]) -> dict[str, Any] | None:
+    """By how much the best row of a budget is ahead of another under attack, seed by seed; None of itself."""
+    theirs = {record["seed"]: record["robust"] for record in other if record["failed"] is None}
+    pairs = [(r["robust"], theirs[r["seed"]]) for r in best if r["failed"] is None and r["seed"] in theirs]
+    if best is other or not pairs:
+        return None
+    mean, half = interval([ours - their for ours, their in pairs])
+    return {"mean": mean, "half": half, "seeds": len(pairs), "ahead": sum(ours > their for ours, their in pairs)}
 
 
 def _or_last(value: float | None) -> float:
@@ -39,7 +55,7 @@ def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, 
 
 def columns(attack: str, unit: str = "weights") -> tuple[str, ...]:
     """The titles of a table, whose budget counts `unit`; the last column says what is wrong with runs."""
-    return ("method", f"{unit} kept", "natural", attack, "epochs", "time", "failed", "")
+    return ("method", f"{unit} kept", "natural", attack, "behind the best", "epochs", "time", "failed", "")
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
@@ -50,11 +66,18 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         "–" if row["kept"] is None else "–".join(f"{count:,}" for count in dict.fromkeys(row["kept"])),
         accuracy(row["natural"], row["natural_half"]),
         accuracy(row["robust"], row["robust_half"]),
+        _behind(row.get("lead")),
         row["epochs"],
         "–" if row["keep"] is None or row["seconds"] is None else duration(row["seconds"]),
         failed,
         "; ".join(remarks(row)),
     ]
+
+
+def _behind(lead: Mapping[str, Any] | None) -> str:
+    if lead is None:
+        return "–"
+    return f"{accuracy(lead['mean'], lead['half'])} on {lead['ahead']} of {lead['seeds']}"
 
 
 def remarks(row: Mapping[str, Any]) -> list[str]:
@@ -107,6 +130,8 @@ def notes(outcome: Mapping[str, Any]) -> list[str]:
     over = "one seed, no interval" if seeds == 1 else f"mean ± half the 95 % interval over {seeds} seeds (Student's t)"
     said = [f"{outcome['measure'].capitalize()} in per cent on the test set: {over}."]
     said.append(f"Ranked by {outcome['rank_by']}. Protocol {outcome['protocol']}: {outcome['protocol_meaning']}.")
+    if seeds > 1:
+        said.append("Behind the best: points under attack, paired over the seeds, and on how many of them.")
     said.append("Epochs: pre-training/pruning/fine-tuning, or one training from random weights.")
     for row in found:
         if row["keep"] is None and row["seconds"]:
