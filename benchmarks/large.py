@@ -60,7 +60,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result |= {"batches": options.batches, "replays": options.replays, "threads": options.threads}
     free = FreeTraining(epsilon=4 / 255, replays=options.replays, fresh=True)
     result["pretrain"], _ = _stage("pretrain", model, batches, free, Dense(Weights(model)), 0.1, options)
-    pruner = Harp(Weights(model), keep=KEEP, gamma_step=STEP)
+    pruner = Harp(Weights(model), keep=KEEP, published=True, gamma_step=STEP)
     result["prune"], masks = _stage("prune", model, batches, free, pruner, 0.1, options)
     result["prune"] |= _checked(pruner, result["prune"].pop("records"))
     result["pretrain"].pop("records")

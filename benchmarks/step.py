@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     batch = torch.rand(options.batch, *SHAPE), torch.randint(CLASSES, (options.batch,))
     say(f"{options.model}: batch {options.batch}, PGD-{options.steps}, {options.threads} thread(s), one warm-up each")
     _calibrate(model, options.batch)
-    pruner = Harp(Weights(model), KEEP)
+    pruner = Harp(Weights(model), KEEP, published=True)
     twin = _twin(model, pruner)
     steps: dict[str, Step] = {
         "ours": ours(model, pruner, batch),

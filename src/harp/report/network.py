@@ -203,9 +203,7 @@ _PANELS = (
 )
 _EXPLAINED = {
     "loss": "The loss is the objective's own (under attack, L_rob).",
-    "budget_loss": (
-        "The budget loss is how far the learned rates are above the budget, relative to it; γ grows until it is 0."
-    ),
+    "budget_loss": "The budget loss is how far the learned rates are above the budget, relative to it.",
 }
 
 
