@@ -42,7 +42,7 @@ OWN = Path(__file__).resolve().with_name("networks.py")
 NETWORKS: dict[str, tuple[dict[str, Any], float]] = {  # the model, and the learning rate of its first two trainings
     "plain": ({"name": "tinynet", "width": 12}, 0.1),
     "residual": ({"name": f"{OWN}:residual"}, 0.1),
-    "unnormalised": ({"name": f"{OWN}:unnormalised"}, 0.05),
+    "unnormalised": ({"name": f"{OWN}:unnormalised"}, 0.02),
 }
 KEEP = ("50%", "20%", "10%", "5%", "2%", "1%", "0.5%", "0.25%", "0.1%")
 RIVAL = "hydra+lamp"
