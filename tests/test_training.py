@@ -215,7 +215,7 @@ def test_batches_without_a_length_are_refused() -> None:
 
 def test_quotas_have_a_group_of_their_own() -> None:
     model = cases.build("conv")
-    pruner = Harp(Weights(model), keep=0.1, quota_lr=0.5, quota_momentum=0.0, quota_weight_decay=0.0)
+    pruner = Harp(Weights(model), keep=0.1, published=True, quota_lr=0.5, quota_momentum=0.0, quota_weight_decay=0.0)
     seen = []
 
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -22,8 +22,8 @@ class Preset:
     pad: int = 4  # small images would lose what they show
 
 
-BEST = "tandem"
-"""The method of `harp prune` unless one is named: the best row of `benchmarks/README.md` at every budget measured."""
+BEST = {"weights": "tandem", "channels": "magnitude"}
+"""The method of `harp prune` unless one is named, by what is pruned: the best measured, see `benchmarks/README.md`."""
 
 PAPER = Preset("8/255", "2/255", (100, 20, 100))
 PRESETS = {

@@ -86,7 +86,7 @@ def prune(
     ],
     method: Annotated[
         str | None,
-        typer.Option(help="Pruning method (`harp list methods`); default: the best that was measured, tandem."),
+        typer.Option(help="Pruning method (`harp list methods`); default: tandem, or magnitude for channels."),
     ] = None,
     strategy: Annotated[
         str | None,
@@ -130,11 +130,12 @@ def prune(
     from harp import presets
     from harp.recipe import parse
 
+    best = presets.BEST["channels" if channels else "weights"]
     content = presets.recipe(
         model,
         data,
         keep,
-        method=method or presets.BEST,
+        method=method or best,
         strategy=strategy,
         objective=objective,
         epsilon=epsilon,
@@ -148,7 +149,7 @@ def prune(
         multiple=multiple,
     )
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
-    note = f"method: {presets.BEST}, the best measured at every budget (benchmarks/README.md); --method names another"
+    note = f"method: {best}, the best measured (benchmarks/README.md); --method names another"
     care = Care(minutes, keep_states, max_minutes, workers)
     _execute(parse(content, changes), out, data_dir, machines, care, note if method is None else "")
 
