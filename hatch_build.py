@@ -15,7 +15,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 def load_build(root: str) -> Any:
     """The module that compiles, by its path: the package and its dependencies are not installed yet."""
-    spec = importlib.util.spec_from_file_location("harp_sparse_build", Path(root, "src", "harp", "sparse", "build.py"))
+    spec = importlib.util.spec_from_file_location("harp_native_build", Path(root, "src/harp/engine/native/build.py"))
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -57,7 +57,7 @@ class NativeHook(BuildHookInterface):
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{build.wheel_platform()}"
-        build_data["force_include"][str(library)] = f"harp/sparse/{library.name}"
+        build_data["force_include"][str(library)] = f"harp/engine/native/{library.name}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """The library is in the wheel by now."""

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import harp
-from harp import data, models
+from harp import models
 from harp.attacks import AutoAttack
-from harp.batches import Batches
-from harp.evaluate import accuracy, subset
-from harp.objectives import PgdTraining
-from harp.pruners import Dense
-from harp.split import Split
-from harp.training import fit
-from harp.units import Weights
+from harp.data import registry
+from harp.data.batches import Batches
+from harp.data.dataset import Split
+from harp.evaluation.score import accuracy, subset
+from harp.pruning.methods import Dense
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
 
 EPSILON = 0.1
 CASES = [
@@ -123,7 +124,7 @@ def right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def images(classes: int) -> tuple[Split, Split]:
     """Images of so many classes, to train and to test on."""
-    source = data.load("digits" if classes == 100 else "fashion")
+    source = registry.load("digits" if classes == 100 else "fashion")
     if classes == 100:
         return pairs(source.train, 6000), pairs(source.test, 500)
     parts = (source.train, source.test)

@@ -1,7 +1,8 @@
 """What attacking and fine-tuning a pruned network cost: with the sparse engine, and with the optimised dense pass.
 
 The network has random weights and random masks with the counts of a strategy (see pruned.py). Both ways are this
-library's own, the engine switched on and off; dense means `harp.frozen`: batch norms folded, the faster memory layout.
+library's own, the engine switched on and off; dense means
+`harp.attacks.fast_forward`: batch norms folded, the faster memory layout.
 
 pass        logits and the gradient of the cross entropy with respect to the images: what every step of an attack takes
 evaluation  `harp.accuracy` under PGD-10: the attack, and the answers to what it found, which are the plain model's in
@@ -40,21 +41,24 @@ from benchmarks.terminal import Parser, positive, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
 
 import harp
-from harp import cost, data, models
+from harp import models
 from harp.attacks import Ball, Pgd, ascend
-from harp.batches import Batches
+from harp.attacks.fast_forward import frozen
+from harp.data import registry
+from harp.data.batches import Batches
+from harp.engine.follower import Follower
+from harp.engine.native import bindings
 from harp.errors import HarpError, ModelError
-from harp.evaluate import accuracy, subset
-from harp.frozen import Logits, frozen
-from harp.masks import Masks
-from harp.masks import kept as kept_weights
-from harp.objectives import PgdTraining
-from harp.pruners import Dense, Fixed, Lamp
-from harp.seeds import derive
-from harp.sparse import native
-from harp.sparse.follower import Follower
-from harp.training import fit
-from harp.units import Weights
+from harp.evaluation.score import accuracy, subset
+from harp.models.modes import Logits
+from harp.pruning import macs
+from harp.pruning.masks import Masks
+from harp.pruning.masks import kept as kept_weights
+from harp.pruning.methods import Dense, Fixed, Lamp
+from harp.pruning.units import Weights
+from harp.system.seeds import derive
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
 
 STEPS = 10
 EPSILON = 0.1  # of the trained network
@@ -67,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.clock = "cpu" if options.threads == 1 else "wall"
     torch.set_num_threads(options.threads)
     try:
-        if native.kernels() is None:
+        if bindings.kernels() is None:
             raise ModelError("this installation has no native code for this machine: there is no engine to measure")
         result = measure(options)
     except HarpError as error:
@@ -87,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     with frozen(model, x) as net:
         chosen = isinstance(net, Follower)
     if not chosen:
-        say("harp.frozen does not take the engine for this network: the pass is measured with the engine all the same")
+        say("attacks do not choose the engine for this network; the pass is measured with it all the same")
     result = _facts(options, model, masks) | {"frozen_takes_engine": chosen}
     if "pass" in options.parts:
         result |= passes(model, x, y, options)
@@ -195,7 +199,7 @@ def _compared(key: str, words: str, times: dict[str, Times], options: argparse.N
 
 def agreement(options: argparse.Namespace) -> dict[str, Any]:
     """How alike the attacks are on a trained network."""
-    source = data.load("fashion")
+    source = registry.load("fashion")
     model = trained(options, source)
     test = source.test.select(subset(len(source.test), options.agreement_images, options.seed))
     x, y = test.images.float() / 255, test.labels.long()
@@ -238,7 +242,7 @@ def _attacked(net: Logits, x: Tensor, y: Tensor, start: Tensor, ball: Ball) -> t
     return one, last
 
 
-def trained(options: argparse.Namespace, source: data.DataSet) -> nn.Module:
+def trained(options: argparse.Namespace, source: registry.DataSet) -> nn.Module:
     """A small network, trained against PGD, pruned by LAMP and fine-tuned."""
     torch.manual_seed(options.seed)
     width = width_option(options.trained_width)
@@ -254,7 +258,7 @@ def trained(options: argparse.Namespace, source: data.DataSet) -> nn.Module:
 
 
 def _facts(options: argparse.Namespace, model: nn.Module, masks: Masks) -> dict[str, Any]:
-    spent = cost.cost(model, SHAPE, masks)
+    spent = macs.cost(model, SHAPE, masks)
     used = ("model", "width", "keep", "strategy", "seed", "batch", "threads", "repeats", "step_repeats")
     return {
         "benchmark": "attack",
@@ -272,7 +276,7 @@ def _facts(options: argparse.Namespace, model: nn.Module, masks: Masks) -> dict[
 
 def _isa() -> str | None:
     """The instruction set that the engine computes with."""
-    fit = native.kernels()
+    fit = bindings.kernels()
     return None if fit is None else fit.name.decode()
 
 

@@ -25,16 +25,18 @@ from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
 
 import harp
-from harp import checkpoint, data, models
+from harp import models
 from harp.attacks import autoattack
-from harp.attacks.stepwise import Packing
-from harp.batches import Batches
+from harp.attacks.batched import Packing
+from harp.data import registry
+from harp.data.batches import Batches
 from harp.errors import HarpError, MissingExtra
-from harp.evaluate import subset
-from harp.objectives import PgdTraining
-from harp.pruners import Dense
-from harp.training import fit
-from harp.units import Weights
+from harp.evaluation.score import subset
+from harp.models.weights import load_weights, save_model
+from harp.pruning.methods import Dense
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
 
 NORMS = {"linf": "Linf", "l2": "L2"}
 THEIRS = {"apgd-ce": "apgd", "apgd-t": "apgd_targeted", "fab-t": "fab", "square": "square"}  # their attributes
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
     """Train or load the network, run both, print the table; the JSON object to be."""
-    source = data.load("fashion")
+    source = registry.load("fashion")
     model = network(options, source)
     test = source.test.select(subset(len(source.test), options.examples, 0))
     x, y = test.images.float() / 255, test.labels.long()
@@ -113,24 +115,24 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def network(options: argparse.Namespace, source: data.DataSet) -> nn.Module:
+def network(options: argparse.Namespace, source: registry.DataSet) -> nn.Module:
     """The network in eval mode: from its file, else trained from a seed and written there."""
     torch.manual_seed(0)
     model = models.build(options.network, num_classes=source.num_classes, shape=source.shape, width=options.width)
     path = None if options.model is None else Path(options.model)
     if path is not None and path.exists():
-        checkpoint.load_weights(model, path)
+        load_weights(model, path)
         return model.eval()
     say(f"training {options.network} for {options.epochs} epochs against PGD")
     objective = PgdTraining(epsilon=0.1, steps=5)
     fit(model, Batches(source.train, 128), objective, Dense(Weights(model)), epochs=options.epochs, lr=0.05)
     if path is not None:
-        checkpoint.save_model(path, model)
+        save_model(path, model)
     return model.cpu().eval()
 
 
 def ours(model: nn.Module, options: argparse.Namespace, seconds: Seconds) -> Callable[[Tensor, Tensor], Tensor]:
-    """This library's ensemble, called as by `harp.evaluate`."""
+    """This library's ensemble, called as by `harp.evaluation.score`."""
 
     class Timed(Packing):
         def run(self, *arguments: Any) -> None:

@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.terminal import Parser, positive
 
-import harp.channels
-from harp import masks as mask_ops
+import harp.pruning.channels
 from harp import models
-from harp.channels import Channels
-from harp.channels.trial import difference, shaken
 from harp.errors import ModelError
 from harp.models import external
+from harp.pruning import masks as mask_ops
+from harp.pruning.channels import Channels
+from harp.pruning.channels.verify import difference, shaken
 
 EQUAL = 1e-5
 LIMIT = 60
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     external._import_torchvision()
     ways: dict[str, Callable[[nn.Module, Tensor, int], dict[str, Any]]] = {"ours": ours}
-    own = Path(harp.channels.__file__).parent
+    own = Path(harp.pruning.channels.__file__).parent
     followed = [
         "atoms.py",
         "labels.py",

@@ -39,16 +39,17 @@ from benchmarks.terminal import Parser, positive, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
 
 import harp
-from harp import checkpoint, cost
-from harp.bench import fresh, prepared
-from harp.bench.runtimes import RUNTIMES, Predict
-from harp.channels.dead import remove_dead
+from harp.attacks.fast_forward import frozen
+from harp.deploy.bench import fresh, prepared
+from harp.deploy.bench.runtimes import RUNTIMES, Predict
+from harp.engine.load import load as load_network
+from harp.engine.native import bindings
 from harp.errors import CheckpointError, HarpError, ModelError
-from harp.frozen import frozen
-from harp.masks import Masks
-from harp.masks import kept as kept_weights
-from harp.sparse import native
-from harp.sparse.loading import load as load_network
+from harp.models.weights import save_model
+from harp.pruning import macs
+from harp.pruning.channels.removal import remove_dead
+from harp.pruning.masks import Masks
+from harp.pruning.masks import kept as kept_weights
 
 Ways = dict[str, Predict]
 DENSE = ("torch", "frozen", "onnxruntime", "openvino")
@@ -61,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.clock = "cpu" if options.threads == 1 else "wall"
     torch.set_num_threads(options.threads)
     try:
-        if native.kernels() is None:  # the engine would answer all the same, by torch
+        if bindings.kernels() is None:  # the engine would answer all the same, by torch
             raise ModelError("this installation has no native code for this machine: there is no engine to measure")
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             result = measure(options, Path(folder), stack)
@@ -260,7 +261,7 @@ def cold_start(options: argparse.Namespace, model: nn.Module, engine_file: Path,
     """Seconds from nothing to the first answer, of both, each in fresh processes."""
     say("cold start, in fresh processes")
     weights, images = folder / "checkpoint.safetensors", folder / "image.npy"
-    checkpoint.save_model(weights, model)
+    save_model(weights, model)
     np.save(images, _images(1, options.seed))
     given = json.dumps([options.model, width_option(options.width), str(weights), options.threads])
     code = _DENSE_START.format(shape=SHAPE, classes=CLASSES)
@@ -298,7 +299,7 @@ def _facts(
     options: argparse.Namespace, model: nn.Module, masks: Masks, files: prepared.Prepared, engine_file: Path
 ) -> dict[str, Any]:
     """What the numbers depend on."""
-    spent = cost.cost(model, SHAPE, masks)
+    spent = macs.cost(model, SHAPE, masks)
     network = load_network(engine_file)
     used = ("model", "width", "keep", "strategy", "clustered", "remove_dead", "seed", "threads", "repeats")
     named = {name: runtime.version for name, runtime in RUNTIMES.items() if name != "sparse"}

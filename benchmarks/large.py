@@ -24,12 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.terminal import Parser, positive, say
 from benchmarks.timing import cpu_name, load
 
-from harp import models, recipe
+from harp import models
 from harp.errors import HarpError
-from harp.free import FreeTraining
-from harp.pruners import Dense, Fixed, Harp, Pruner
-from harp.training import fit
-from harp.units import Weights
+from harp.experiments import compose
+from harp.pruning.methods import Dense, Fixed, Harp, Pruner
+from harp.pruning.units import Weights
+from harp.training.free_at import FreeTraining
+from harp.training.loop import fit
 
 RECIPE = "imagenet/resnet50/harp-free-99"
 KEEP, STEP, EPOCHS = 0.01, 0.1, 2
@@ -51,7 +52,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Pre-train, prune and fine-tune for a few batches each; the JSON object to be."""
     torch.manual_seed(0)
     shape = (3, options.size, options.size)
-    normalize = recipe.load(RECIPE).model.normalize
+    normalize = compose.load(RECIPE).model.normalize
     model = models.build("resnet50", num_classes=1000, shape=shape, normalize=normalize)
     batches = [
         (torch.rand(options.batch, *shape), torch.randint(1000, (options.batch,))) for _ in range(options.batches)

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import cpu_name, interleaved, load
 
-from harp import data
-from harp.batches import Augment, Batches, ResizedCrop
+from harp.data import registry
+from harp.data.batches import Augment, Batches, ResizedCrop
+from harp.data.formats import pillow
+from harp.data.streaming.workers import PREFETCH
+from harp.data.webdataset import write_shards
 from harp.errors import HarpError
-from harp.readers import pillow
-from harp.sharding import write_shards
-from harp.streaming.loading import PREFETCH
 
 SMALL, LARGE = "64", "224"
 
@@ -87,14 +87,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _ways(options: argparse.Namespace, folder: Path, size: str) -> Iterator[tuple[str, Batches]]:
     pictures = folder / size
     if size == SMALL and options.data_dir is not None:
-        source = data.load("tiny-imagenet", options.data_dir, stream=True)
+        source = registry.load("tiny-imagenet", options.data_dir, stream=True)
         _copy(source, pictures, options.images)
     else:
         _paint(pictures, options.images, *((64, 64) if size == SMALL else (500, 375)))
     write_shards(pictures, folder / f"{size}-shards", count=256)
     augment = Augment(4) if size == SMALL else ResizedCrop()
     for name, where in (("folder", pictures), ("shards", folder / f"{size}-shards")):
-        split = data.load(name, where, int(size), stream=True).train
+        split = registry.load(name, where, int(size), stream=True).train
         for workers in options.workers:
             made = Batches(split, min(options.batch, len(split)), augment=augment, workers=workers)
             yield f"{size} {name}, {workers} workers", made
@@ -105,7 +105,7 @@ def _epoch(batches: Batches) -> None:
         pass
 
 
-def _copy(source: data.DataSet, folder: Path, count: int) -> None:
+def _copy(source: registry.DataSet, folder: Path, count: int) -> None:
     """Some images of a data set, of all classes."""
     images: Any = source.train.images
     chosen = torch.linspace(0, len(images) - 1, count).long()

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from harp import models
-from harp.allocate import allocate
-from harp.channels.tracing import trace
 from harp.errors import RecipeError
-from harp.masks import Masks, at_random, top_k
-from harp.seeds import derive
-from harp.units import Weights, checked_total
+from harp.pruning.allocation import allocate
+from harp.pruning.channels.tracing import trace
+from harp.pruning.masks import Masks, at_random, top_k
+from harp.pruning.units import Weights, checked_total
+from harp.system.seeds import derive
 
 SHAPE, CLASSES = (3, 32, 32), 10
 

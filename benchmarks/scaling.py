@@ -28,7 +28,7 @@ from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import cpu_name, load
 
 from harp.errors import HarpError
-from harp.processes.placement import Place
+from harp.system.distributed.environment import Place
 
 SHAPE, CLASSES = (3, 32, 32), 10
 WORKER = "HARP_SCALING"  # the variable that tells a process that it is one of those who train
@@ -155,13 +155,13 @@ def train(options: argparse.Namespace) -> None:
     import torch
 
     from harp import models
-    from harp.batches import Augment, Batches
-    from harp.objectives import PgdTraining
-    from harp.processes.engine import launch
-    from harp.pruners import Dense
-    from harp.split import Split
-    from harp.training import fit
-    from harp.units import Weights
+    from harp.data.batches import Augment, Batches
+    from harp.data.dataset import Split
+    from harp.pruning.methods import Dense
+    from harp.pruning.units import Weights
+    from harp.system.distributed.fabric import launch
+    from harp.training.loop import fit
+    from harp.training.objectives import PgdTraining
 
     torch.set_num_threads(1)
     fabric = launch("32-true", "cpu")

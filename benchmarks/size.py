@@ -28,12 +28,12 @@ from benchmarks.pruned import CLASSES, SHAPE, built, random_masks
 from benchmarks.terminal import Parser
 
 import harp
-from harp import compact
+from harp.engine import format
+from harp.engine.capture.capture import capture
+from harp.engine.graph.nodes import Graph
+from harp.engine.store import pack
 from harp.errors import HarpError
-from harp.masks import Masks
-from harp.sparse.capture import capture
-from harp.sparse.graph import Graph
-from harp.sparse.storing import pack
+from harp.pruning.masks import Masks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     kept = sum(int(mask.sum()) for mask in masks.values())
     others = sum(tensor.numel() for name, tensor in tensors.items() if name not in masks)
     bound = positions + 2 * kept + others * (4 if options.others == "f32" else 2)
-    entries = [entry for entry in compact.read_sparse(ours["f16"])[0]["tensors"] if entry["name"] in masks]
+    entries = [entry for entry in format.read_sparse(ours["f16"])[0]["tensors"] if entry["name"] in masks]
     sizes = {
         "dense": len(dense),
         "zlib": len(zlib.compress(dense, 9)),

@@ -24,12 +24,12 @@ from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import cpu_name, interleaved, load
 
 from harp import models
-from harp.channels import Channels
 from harp.errors import HarpError
-from harp.masks import apply
-from harp.objectives import PgdTraining
-from harp.pruners import Dense, Fixed, Magnitude, Pruner
-from harp.units import Weights
+from harp.pruning.channels import Channels
+from harp.pruning.masks import apply
+from harp.pruning.methods import Dense, Fixed, Magnitude, Pruner
+from harp.pruning.units import Weights
+from harp.training.objectives import PgdTraining
 
 SHAPE, CLASSES = (3, 32, 32), 10
 FACTORS = (4, 10)
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result[f"speedup_{engine}"] = _speedups(engine, ways(networks), ratio, options)
     steps = _fine_tuning(model, networks, masks, options.train_batch)
     result["speedup_finetune"] = _train_speedups(steps, ratio, options)
-    versions = {"torch": torch.__version__, "onnxruntime": _version()}
+    versions = {"torch": torch.__version__, "onnxruntime": version()}
     return result | {**versions, "cpu": cpu_name(), "load": load(), "metric": "wall_seconds"}
 
 
@@ -94,7 +94,7 @@ def eager(networks: dict[str, nn.Module]) -> Ways:
 
 def runtime(networks: dict[str, nn.Module]) -> Ways:
     """ONNX Runtime; none where it is not installed."""
-    if _version() is None:
+    if version() is None:
         say("onnxruntime, onnx or onnxscript is not installed: only torch is measured")
         return {}
     import onnxruntime
@@ -196,7 +196,7 @@ def _several(way: Callable[[Tensor], object], x: Tensor, calls: int) -> Callable
     return turn
 
 
-def _version() -> str | None:
+def version() -> str | None:
     try:
         import onnx  # noqa: F401 (only whether it is there)
         import onnxruntime

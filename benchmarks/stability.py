@@ -31,12 +31,15 @@ import torch
 from benchmarks.terminal import Parser, positive, say
 
 import harp
-from harp import allocate, apportion, files, parallel, pruners, study, training, units
-from harp.display import Quiet, Terminal
 from harp.errors import UNFINISHED, HarpError, Interrupted
-from harp.keeper import Stop
-from harp.recipe import Recipe, number, parse
-from harp.run import Run
+from harp.experiments import pool, study
+from harp.experiments.recipe import Recipe, number, parse
+from harp.experiments.run import Run
+from harp.pruning import allocation, methods, rounding, units
+from harp.system import files
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet, Terminal
+from harp.training import loop as training
 
 OWN = Path(__file__).resolve().with_name("networks.py")
 NETWORKS: dict[str, tuple[dict[str, Any], float]] = {  # the model, and the learning rate of its first two trainings
@@ -105,7 +108,7 @@ class Cell:
 
 def code() -> str:
     """A hash of the code that decides what is pruned."""
-    modules = [pruners, allocate, apportion, training, units]
+    modules = [methods, allocation, rounding, training, units]
     sources = [Path(inspect.getfile(module)) for module in modules]
     sources[:1] = sorted(sources[0].parent.glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
@@ -195,7 +198,7 @@ class Child:
     context = multiprocessing.get_context("forkserver")
 
     def __init__(self, cell: Cell, out: Path) -> None:
-        self.context.set_forkserver_preload(["harp.run"])
+        self.context.set_forkserver_preload(["harp.experiments.run"])
         self.process = self.context.Process(target=in_child, args=(cell, out))
         self.process.start()
 
@@ -314,7 +317,7 @@ def method_name(text: str) -> str:
         known = study.method(text)
     except HarpError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if known.name in (study.DENSE, study.SMALL) or pruners.PRUNERS[known.name].from_scratch:
+    if known.name in (study.DENSE, study.SMALL) or methods.PRUNERS[known.name].from_scratch:
         raise argparse.ArgumentTypeError(f"{text!r} does not prune a trained network")
     return text
 
@@ -359,18 +362,18 @@ def compute(cells: Sequence[Cell], out: Path, jobs: int, stop: Stop, display: Qu
     first: dict[tuple[str, int], str] = {}
     for cell in waiting.values():
         first.setdefault((cell.network, cell.seed), cell.name)
-    leaders = [parallel.Task(name) for name in first.values()]
+    leaders = [pool.Task(name) for name in first.values()]
     others = [
-        parallel.Task(cell.name, first[cell.network, cell.seed])
+        pool.Task(cell.name, first[cell.network, cell.seed])
         for cell in waiting.values()
         if cell.name != first[cell.network, cell.seed]
     ]
 
-    def start(name: str) -> parallel.Process:
+    def start(name: str) -> pool.Process:
         cell = waiting[name]
         return Child(cell, out) if jobs > 1 else Inside(cell, out, stop)
 
-    return parallel.work([*leaders, *others], start, jobs, display, len(cells), stop)
+    return pool.work([*leaders, *others], start, jobs, display, len(cells), stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,17 +25,18 @@ from torch import Tensor, nn
 
 # The twin is the one that the tests hold the product against: it lives in the tests, which are no installed package.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from benchmarks.terminal import Parser, positive, progress, say
 from benchmarks.timing import Times, cpu_name, interleaved, load
-from tests.reference import Masked, SortedMask, Twin
 
 from harp import models
 from harp.attacks import Pgd
 from harp.errors import HarpError, ModelError
-from harp.objectives import PgdTraining
-from harp.pruners import Harp
-from harp.units import Weights
+from harp.pruning.methods import Harp
+from harp.pruning.units import Weights
+from harp.training.objectives import PgdTraining
+from support.reference import Masked, SortedMask, Twin
 
 KEEP = 0.01
 SHAPE = (3, 32, 32)
@@ -113,7 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
 
 
 def ours(model: nn.Module, pruner: Harp, batch: tuple[Tensor, Tensor]) -> Step:
-    """The product's step, as `harp.training` makes it."""
+    """The product's step, as `harp.training.loop` makes it."""
     optimizer = torch.optim.SGD(pruner.trainable(), **SGD)
     count = _Counter()
 

@@ -6,7 +6,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,19 @@ import torch
 from hypothesis import settings
 
 from harp import cli
-from harp.errors import AT_CHANCE
 
-Harp = Callable[..., tuple[int, str, str]]
+pytest.register_assert_rewrite("support")
 
-FINISHED = (0, AT_CHANCE)
-"""The exit codes of a finished run: trainings as short as those of tests may leave a network at chance level."""
+from support.commands import Harp  # noqa: E402 (only what is imported from here on is rewritten)
 
 torch.set_num_threads(1)
 
 # What a shell starts in the background is deaf to Ctrl-C, and so would be all commands that the tests start and stop.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# What nohup starts ignores SIGHUP, and so would all commands that the tests hang up.
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # New examples belong on a developer's machine: a check that gates everybody's work must give the same answer twice.
 settings.register_profile("ci", derandomize=True)

@@ -7,79 +7,184 @@ harp.fit(model, batches, harp.PgdTraining(), harp.Fixed(units, pruner.masks()), 
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# For editors and type checkers. A test holds these imports against the table below.
+if TYPE_CHECKING:
+    from harp.attacks import Apgd as Apgd
+    from harp.attacks import ApgdDlr as ApgdDlr
+    from harp.attacks import ApgdT as ApgdT
+    from harp.attacks import Attack as Attack
+    from harp.attacks import AutoAttack as AutoAttack
+    from harp.attacks import AutoAttackLite as AutoAttackLite
+    from harp.attacks import Ball as Ball
+    from harp.attacks import CwInf as CwInf
+    from harp.attacks import Fab as Fab
+    from harp.attacks import Fgsm as Fgsm
+    from harp.attacks import Fmn as Fmn
+    from harp.attacks import Pgd as Pgd
+    from harp.attacks import Square as Square
+    from harp.data.batches import Augment as Augment
+    from harp.data.batches import Batches as Batches
+    from harp.data.registry import holdout as holdout
+    from harp.data.registry import load as load_data
+    from harp.deploy.export.api import export as export
+    from harp.engine.load import load as load
+    from harp.errors import HarpError as HarpError
+    from harp.evaluation.score import Score as Score
+    from harp.evaluation.score import accuracy as accuracy
+    from harp.experiments.compose import load as load_recipe
+    from harp.experiments.loaded_run import LoadedRun as LoadedRun
+    from harp.experiments.loaded_run import load_run as load_run
+    from harp.experiments.recipe import Recipe as Recipe
+    from harp.experiments.run import Run as Run
+    from harp.models import build as build_model
+    from harp.models.weights import load_weights as load_weights
+    from harp.models.weights import save_model as save_model
+    from harp.pruning import schedules as schedules
+    from harp.pruning.channels import Channels as Channels
+    from harp.pruning.masks import apply as apply_masks
+    from harp.pruning.masks import load as load_masks
+    from harp.pruning.masks import save as save_masks
+    from harp.pruning.methods import Admm as Admm
+    from harp.pruning.methods import AnpVs as AnpVs
+    from harp.pruning.methods import BcsP as BcsP
+    from harp.pruning.methods import Dense as Dense
+    from harp.pruning.methods import Dnr as Dnr
+    from harp.pruning.methods import Dynamic as Dynamic
+    from harp.pruning.methods import Erk as Erk
+    from harp.pruning.methods import Fixed as Fixed
+    from harp.pruning.methods import FlyingBird as FlyingBird
+    from harp.pruning.methods import FlyingBirdPlus as FlyingBirdPlus
+    from harp.pruning.methods import GlobalMagnitude as GlobalMagnitude
+    from harp.pruning.methods import Harp as Harp
+    from harp.pruning.methods import HarpRates as HarpRates
+    from harp.pruning.methods import HarpScores as HarpScores
+    from harp.pruning.methods import Hydra as Hydra
+    from harp.pruning.methods import Lamp as Lamp
+    from harp.pruning.methods import Latent as Latent
+    from harp.pruning.methods import Mad as Mad
+    from harp.pruning.methods import Magnitude as Magnitude
+    from harp.pruning.methods import Objective as Objective
+    from harp.pruning.methods import Plan as Plan
+    from harp.pruning.methods import Pruner as Pruner
+    from harp.pruning.methods import Random as Random
+    from harp.pruning.methods import Tandem as Tandem
+    from harp.pruning.methods import TwinRep as TwinRep
+    from harp.pruning.units import Units as Units
+    from harp.pruning.units import Weights as Weights
+    from harp.system.distributed.fabric import launch as launch
+    from harp.system.distributed.peers import of_this_run as peers
+    from harp.training.free_at import FreeTraining as FreeTraining
+    from harp.training.loop import Fitted as Fitted
+    from harp.training.loop import fit as fit
+    from harp.training.objectives import FastTraining as FastTraining
+    from harp.training.objectives import Mart as Mart
+    from harp.training.objectives import Natural as Natural
+    from harp.training.objectives import PgdTraining as PgdTraining
+    from harp.training.objectives import Trades as Trades
+
+    # Imported under another name, these count as re-exported only if they are listed.
+    __all__ = ["apply_masks", "build_model", "load_data", "load_masks", "load_recipe", "peers", "save_masks"]
+
 # Names are loaded when they are first used: `harp --help` must not wait for torch.
 _HOMES = {
-    "Admm": "harp.pruners",
-    "AnpVs": "harp.pruners",
-    "Augment": "harp.batches",
-    "Batches": "harp.batches",
-    "BcsP": "harp.pruners",
+    "Admm": "harp.pruning.methods",
+    "AnpVs": "harp.pruning.methods",
+    "Apgd": "harp.attacks",
+    "ApgdDlr": "harp.attacks",
+    "ApgdT": "harp.attacks",
+    "Attack": "harp.attacks",
+    "Augment": "harp.data.batches",
+    "AutoAttack": "harp.attacks",
+    "AutoAttackLite": "harp.attacks",
+    "Ball": "harp.attacks",
+    "Batches": "harp.data.batches",
+    "BcsP": "harp.pruning.methods",
+    "Channels": "harp.pruning.channels",
     "CwInf": "harp.attacks",
-    "Dense": "harp.pruners",
-    "Dnr": "harp.pruners",
-    "Dynamic": "harp.pruners",
-    "Erk": "harp.pruners",
-    "FastTraining": "harp.objectives",
+    "Dense": "harp.pruning.methods",
+    "Dnr": "harp.pruning.methods",
+    "Dynamic": "harp.pruning.methods",
+    "Erk": "harp.pruning.methods",
+    "Fab": "harp.attacks",
+    "FastTraining": "harp.training.objectives",
     "Fgsm": "harp.attacks",
-    "Fixed": "harp.pruners",
-    "Fitted": "harp.training",
-    "FlyingBird": "harp.pruners",
-    "FlyingBirdPlus": "harp.pruners",
-    "FreeTraining": "harp.free",
-    "GlobalMagnitude": "harp.pruners",
-    "Harp": "harp.pruners",
+    "Fitted": "harp.training.loop",
+    "Fixed": "harp.pruning.methods",
+    "FlyingBird": "harp.pruning.methods",
+    "FlyingBirdPlus": "harp.pruning.methods",
+    "Fmn": "harp.attacks",
+    "FreeTraining": "harp.training.free_at",
+    "GlobalMagnitude": "harp.pruning.methods",
+    "Harp": "harp.pruning.methods",
     "HarpError": "harp.errors",
-    "HarpRates": "harp.pruners",
-    "HarpScores": "harp.pruners",
-    "Hydra": "harp.pruners",
-    "Lamp": "harp.pruners",
-    "Mad": "harp.pruners",
-    "Magnitude": "harp.pruners",
-    "Mart": "harp.objectives",
-    "Natural": "harp.objectives",
+    "HarpRates": "harp.pruning.methods",
+    "HarpScores": "harp.pruning.methods",
+    "Hydra": "harp.pruning.methods",
+    "Lamp": "harp.pruning.methods",
+    "Latent": "harp.pruning.methods",
+    "LoadedRun": "harp.experiments.loaded_run",
+    "Mad": "harp.pruning.methods",
+    "Magnitude": "harp.pruning.methods",
+    "Mart": "harp.training.objectives",
+    "Natural": "harp.training.objectives",
+    "Objective": "harp.pruning.methods",
     "Pgd": "harp.attacks",
-    "PgdTraining": "harp.objectives",
-    "Plan": "harp.pruners",
-    "Pruner": "harp.pruners",
-    "Random": "harp.pruners",
-    "Trades": "harp.objectives",
-    "Tandem": "harp.pruners",
-    "TwinRep": "harp.pruners",
-    "Weights": "harp.units",
-    "accuracy": "harp.evaluate",
-    "apply_masks": "harp.masks",
+    "PgdTraining": "harp.training.objectives",
+    "Plan": "harp.pruning.methods",
+    "Pruner": "harp.pruning.methods",
+    "Random": "harp.pruning.methods",
+    "Recipe": "harp.experiments.recipe",
+    "Run": "harp.experiments.run",
+    "Score": "harp.evaluation.score",
+    "Square": "harp.attacks",
+    "Tandem": "harp.pruning.methods",
+    "Trades": "harp.training.objectives",
+    "TwinRep": "harp.pruning.methods",
+    "Units": "harp.pruning.units",
+    "Weights": "harp.pruning.units",
+    "accuracy": "harp.evaluation.score",
+    "apply_masks": "harp.pruning.masks",
     "build_model": "harp.models",
-    "fit": "harp.training",
-    "holdout": "harp.data",
-    "launch": "harp.processes.engine",
-    "load": "harp.sparse.loading",
-    "load_data": "harp.data",
-    "load_masks": "harp.masks",
-    "load_weights": "harp.checkpoint",
-    "peers": "harp.processes.peers",
-    "save_masks": "harp.masks",
-    "save_model": "harp.checkpoint",
+    "export": "harp.deploy.export.api",
+    "fit": "harp.training.loop",
+    "holdout": "harp.data.registry",
+    "launch": "harp.system.distributed.fabric",
+    "load": "harp.engine.load",
+    "load_data": "harp.data.registry",
+    "load_masks": "harp.pruning.masks",
+    "load_recipe": "harp.experiments.compose",
+    "load_run": "harp.experiments.loaded_run",
+    "load_weights": "harp.models.weights",
+    "peers": "harp.system.distributed.peers",
+    "save_masks": "harp.pruning.masks",
+    "save_model": "harp.models.weights",
+    "schedules": "harp.pruning.schedules",
 }
 _INNER = {
     "apply_masks": "apply",
     "build_model": "build",
     "load_data": "load",
     "load_masks": "load",
+    "load_recipe": "load",
     "peers": "of_this_run",
     "save_masks": "save",
+    "schedules": "",  # the module itself
 }
 
-__all__ = sorted(_HOMES)
+if not TYPE_CHECKING:  # a checker would take every misspelt name for something of any type
+    __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'harp' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), _INNER.get(name, name))
+    def __getattr__(name: str) -> Any:
+        if name == "artefact":  # published model cards say `from harp import artefact`
+            return import_module("harp.experiments.artefact")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'harp' has no attribute {name!r}")
+        module, inner = import_module(_HOMES[name]), _INNER.get(name, name)
+        return getattr(module, inner) if inner else module
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@
     ├── ModelError       a model that can't be built, attacked or pruned
     │   └── Diverged     a training whose numbers are no longer finite
     ├── CheckpointError  a file that can't be read, trusted, matched or written
-    │   └── DiskError    a file that the system doesn't take: no space, over the quota, read-only, not permitted
+    │   ├── DiskError    a file that the system doesn't take: no space, over the quota, read-only, not permitted
+    │   └── RunFolderError   a run's folder that is missing, unfinished or damaged
     ├── SchedulerError   a cluster's scheduler that is missing, refuses a job or can't be understood
     └── MissingExtra     an optional dependency that is not installed
 
@@ -34,7 +35,14 @@ TIME_IS_UP = 14
 
 
 class HarpError(Exception):
-    """The root: catch this to catch all that HARP raises on purpose."""
+    """The root: catch this to catch all that HARP raises on purpose.
+
+    Example:
+        try:
+            harp.Magnitude(harp.Weights(model), keep=2.0)
+        except harp.HarpError as error:
+            print(error)
+    """
 
 
 class RecipeError(HarpError, ValueError):
@@ -67,6 +75,13 @@ class DiskError(CheckpointError):
     def __init__(self, message: str, *, full: bool = False) -> None:
         super().__init__(message)
         self.full = full  # whether there is no room, which may change
+
+
+class RunFolderError(CheckpointError):
+    """A run's folder that is missing, unfinished or damaged: the file, what is wrong with it, and what to do."""
+
+    def __str__(self) -> str:
+        return "{} {} ({})".format(*self.args)
 
 
 class SchedulerError(HarpError, RuntimeError):

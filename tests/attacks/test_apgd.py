@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,72 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.attacks import Apgd, ApgdDlr, ApgdT, Ball
-from harp.attacks.apgd import _checkpoints
-from harp.attacks.stepwise import Packing
+from harp.attacks.apgd import checkpoints
+from harp.attacks.batched import Packing
 from harp.errors import RecipeError
-from tests import cases
-from tests.interruption import go_on
+from support import cases
+from support.attacking import BALLS, Calls, right, run, task, trained
+from support.interruption import go_on
 
 KINDS: list[Any] = [Apgd, ApgdDlr, ApgdT]
-BALLS = {"linf": 0.04, "l2": 0.35}
-
-
-class Calls(nn.Module):
-    """Counts the images a model is asked about."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.sizes = inner, list[int]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.sizes.append(len(x))
-        return self.inner(x)
-
-
-def task(classes: int, count: int, seed: int = 0, side: int = 8) -> tuple[Tensor, Tensor]:
-    """Images around one random prototype a class, which is the same for every seed."""
-    prototypes = torch.rand(classes, 1, side, side, generator=torch.Generator().manual_seed(classes))
-    generator = torch.Generator().manual_seed(seed)
-    y = torch.randint(classes, (count,), generator=generator)
-    noise = torch.rand(count, 1, side, side, generator=generator)
-    return (0.35 * prototypes[y] + 0.65 * noise), y
-
-
-@cache
-def trained(classes: int, steps: int = 100) -> nn.Module:
-    """A small network that is partly robust on `task`: some seconds at most."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, 2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(256, classes),
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(steps):
-        x, y = task(classes, 128, seed=1000 + step)
-        x = x + 0.03 * torch.randn(x.shape).sign()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model.eval()
-
-
-def right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(x).argmax(1) == y
-
-
-def run(attack: Any, model: nn.Module, x: Tensor, y: Tensor, batch: int | None = None, seed: int = 0) -> Packing:
-    """The attack through the model itself."""
-    with torch.no_grad():
-        packing = Packing(attack, model, x, y, batch=batch or len(x), seed=seed)
-        packing.run()
-    return packing
 
 
 # --- the paper, slowly -------------------------------------------------------------------------------------------
@@ -177,7 +118,7 @@ def test_trajectory_is_the_papers(kind: Any, norm: str) -> None:
 
 
 def test_checkpoints_of_the_paper() -> None:
-    windows = _checkpoints(100, torch.device("cpu"))
+    windows = checkpoints(100, torch.device("cpu"))
     assert windows.nonzero().flatten().tolist() == [22, 41, 57, 70, 80, 87, 93, 99]
     assert windows[windows > 0].tolist() == [22, 19, 16, 13, 10, 7, 6, 6]
 
@@ -185,7 +126,7 @@ def test_checkpoints_of_the_paper() -> None:
 @given(st.integers(1, 400))
 @settings(max_examples=60, deadline=None)
 def test_checkpoints_of_any_length(steps: int) -> None:
-    windows = _checkpoints(steps, torch.device("cpu"))
+    windows = checkpoints(steps, torch.device("cpu"))
     at = windows.nonzero().flatten()
     assert len(windows) == steps + 1 and windows[0] == 0
     assert torch.equal(windows[at], at.diff(prepend=torch.zeros(1, dtype=torch.long)))

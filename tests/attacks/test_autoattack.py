@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from harp.attacks import Apgd, ApgdT, AutoAttack, AutoAttackLite, Square
+from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
-from harp.attacks.stepwise import Packing, Stepwise
-from harp.checkpoint import load_state, save_state
+from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
-from tests import cases
-from tests.interruption import Enough
-from tests.test_apgd import BALLS, Calls, right, task, trained
+from harp.system.tensors import load_state, save_state
+from support import cases
+from support.attacking import BALLS, Calls, right, task, trained
+from support.interruption import Enough
 
 STEPS, QUERIES = 20, 100
 
@@ -69,8 +70,7 @@ def test_as_strong_as_the_package(classes: int, norm: str) -> None:
     torch.manual_seed(0)
     ours = right(model, Short(BALLS[norm], norm)(model, x, y), y)
     assert 0 < theirs.sum() < right(model, x, y).sum()
-    assert (ours != theirs).sum() <= 3
-    assert ours.sum() <= theirs.sum() + 1
+    assert (ours != theirs).sum() <= 1  # none of 30 in any pair of four seeds of both
 
 
 def test_two_and_a_hundred_classes() -> None:
@@ -128,6 +128,44 @@ def test_parts_work_on_what_is_left() -> None:
     robust = right(model, Twice(0.04)(model, x, y), y)
     assert tried[0] == ("linf", int(natural.sum()))
     assert tried[1][0] == "l2" and robust.sum() <= tried[1][1] < tried[0][1]
+
+
+def test_a_point_counts_if_the_model_itself_is_wrong() -> None:
+    """A part finds points that the folded network gets wrong by its rounding and the model does not: the next goes on.
+
+    What a normalisation takes off a large sum is lost to rounding in the model, and folded into the bias it is not.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 4), nn.BatchNorm2d(2, affine=False, eps=0), nn.Flatten()).eval()
+    with torch.no_grad():
+        model[0].bias.fill_(100)
+        model[1].running_mean.fill_(100)
+        model[0].weight -= model[0].weight.mean((2, 3), keepdim=True)  # grey images are on the boundary
+        apart = model[0].weight[0] - model[0].weight[1]
+        near = 0.5 + 0.02 * torch.randn(400, 1, 4, 4)
+        lead = (near.double() * apart.double()).flatten(1).sum(1) / apart.double().square().sum()
+        near = near - lead.float()[:, None, None, None] * apart  # on the boundary
+        y = model(near).argmax(1)
+        with frozen(model, near) as net:
+            doubtful = net(near).argmax(1) != y
+        near, y = near[doubtful], y[doubtful]
+        x = near + 0.2 * (1 - 2 * y)[:, None, None, None] * apart
+    assert right(model, near, y).sum() > 20 and right(model, x, y).all()
+
+    class Rounded(Apgd):
+        def begin(self, net: Any, x: Any, y: Any, clean: Any, generator: Any) -> Any:
+            return super().begin(net, x, y, clean, generator) | {"points": near.clone()}
+
+        def advance(self, net: Any, x: Any, y: Any, state: Any, generator: Any) -> Any:
+            assert (net(state["points"]).argmax(1) != y).sum() > 20
+            return torch.ones_like(y, dtype=torch.bool), torch.ones_like(y, dtype=torch.bool)
+
+    @dataclass(frozen=True)
+    class Both(AutoAttack):
+        def parts(self, classes: int) -> Sequence[Stepwise]:
+            return [Rounded(self.epsilon), Apgd(self.epsilon, steps=10)]
+
+    assert not right(model, Both(0.2)(model, x, y), y).any()
 
 
 def test_who_is_wrong_costs_nothing() -> None:

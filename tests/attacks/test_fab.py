@@ -6,80 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.attacks import Fab, named
+from harp.attacks.batched import Packing
 from harp.attacks.fab import to_plane
-from harp.attacks.stepwise import Packing
+from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
-from harp.frozen import frozen
-from tests.test_attacks import assert_untouched, snapshot
-
-NORMS = ("linf", "l2")
-
-
-def length(offset: Tensor, norm: str) -> Tensor:
-    return offset.flatten(1).abs().amax(1) if norm == "linf" else offset.flatten(1).norm(dim=1)
-
-
-def slow_way(x: Tensor, slope: Tensor, value: float, norm: str) -> Tensor:
-    """The shortest way to a plane, by sorting where pixels meet the edge, in double precision."""
-    x, slope = x.double(), slope.double()
-    down = -slope if value >= 0 else slope
-    room = torch.where(down > 0, 1 - x, x)
-    pace = (slope != 0).double() if norm == "linf" else slope.abs()
-    moving = slope != 0
-    meeting = torch.where(moving, room / pace, math.inf)
-    meets = meeting[moving].sort().values.tolist()
-
-    def gained(span: float) -> float:
-        return float((slope.abs() * torch.minimum(span * pace, room)).sum())
-
-    low, span = 0.0, math.inf
-    for high in meets:
-        if gained(high) >= abs(value):
-            rate = float((slope.abs() * pace)[moving & (meeting > low)].sum())  # not room > low · pace: that is rounded
-            span = low + (abs(value) - gained(low)) / rate if rate else low
-            break
-        low = high
-    return down.sign() * (room if span == math.inf else torch.minimum(span * pace, room))
-
-
-def linear(weight: Tensor, bias: Tensor, shape: tuple[int, ...]) -> nn.Module:
-    layer = nn.Linear(weight.shape[1], len(weight))
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        layer.bias.copy_(bias)
-    return nn.Sequential(nn.Flatten(), layer).eval()
-
-
-def toy(classes: int, images: int = 64) -> tuple[nn.Module, Tensor, Tensor]:
-    """A small network trained with noise on noisy patterns, and images to attack."""
-    with torch.random.fork_rng():
-        torch.manual_seed(classes)
-        patterns = torch.rand(classes, 1, 8, 8)
-        model = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, classes),
-        )  # fmt: skip
-
-        def draw(n: int) -> tuple[Tensor, Tensor]:
-            y = torch.randint(classes, (n,))
-            return (0.5 + 0.5 * (patterns[y] - 0.5) + 0.25 * torch.randn(n, 1, 8, 8)).clamp(0, 1), y
-
-        optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-        for _ in range(120):
-            x, y = draw(64)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        model.requires_grad_(True).eval()
-        x, y = draw(images)
-    model.zero_grad()
-    return model, x, y
+from support.attacking import assert_untouched, drawn_from, snapshot
+from support.distances import NORMS, length, linear, robust, slow_way, toy
 
 
 @pytest.fixture(scope="module", params=(2, 4, 10))
@@ -90,11 +27,6 @@ def trained(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def four() -> tuple[nn.Module, Tensor, Tensor]:
     return toy(4)
-
-
-def robust(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    with torch.no_grad():
-        return torch.as_tensor(model(x).argmax(1) == y)
 
 
 # ------------------------------------------------------------------ the projection
@@ -316,6 +248,30 @@ def test_restarts_find_what_one_run_does_not(norm: str) -> None:
         packing.run()
         fooled.append(int(packing.fooled.sum()))
     assert fooled == [0, 4]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_restart_is_anywhere_at_half_of_epsilon(norm: str) -> None:
+    """On the sphere in three dimensions a coordinate is uniform; on the cube all are but the largest, which is one."""
+
+    def starts(x: Tensor) -> Tensor:
+        attack = Fab(0.2, norm, steps=1, restarts=2)
+        packing = Packing(attack, constant, x, torch.zeros(len(x), dtype=torch.long), batch=len(x), seed=0)
+        seen: list[Tensor] = []
+        packing.run(lambda: seen.append(packing.rows["current"].clone()))
+        return seen[0]  # the first run is over after one step
+
+    def constant(x: Tensor) -> Tensor:
+        return torch.tensor([[1.0, 0.0]]).expand(len(x), -1) + 0 * x.flatten(1).sum(1, keepdim=True)
+
+    x = torch.full((20_000, 1, 1, 3), 0.5)
+    offset = (starts(x) - x).flatten(1) / 0.1
+    assert torch.allclose(length(offset, norm), torch.ones(len(x)), atol=1e-5)
+    for pixel in offset.T:
+        assert drawn_from(lambda value: (1 + value) / 2, pixel[pixel.abs() < 1 - 1e-5] if norm == "linf" else pixel)
+    assert float((offset.T @ offset / len(x)).fill_diagonal_(0).abs().max()) < 0.03
+    corner = starts(torch.ones(100, 1, 1, 3))
+    assert float(corner.max()) == 1 and float(corner.min()) >= 0.9 - 1e-6
 
 
 def test_scores_that_are_not_finite() -> None:

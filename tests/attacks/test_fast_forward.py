@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from harp.frozen import _thin_convolution, frozen
-from harp.sparse.agreement import disagreement
-from tests import cases
+from harp.attacks.fast_forward import frozen, thin_convolution
+from harp.models.agreement import disagreement
+from support import cases
 
 
 class Block(nn.Module):
@@ -405,7 +405,7 @@ def test_the_gradient_of_thin_images(channels: int, kernel: Any, stride: Any, pa
     x = torch.randn(2, channels, 8, 9, dtype=torch.double, requires_grad=True)
     weight, bias = torch.randn(4, channels, *kernel).double(), torch.randn(4).double()
     results = []
-    for convolve in (_thin_convolution, F.conv2d):
+    for convolve in (thin_convolution, F.conv2d):
         y = convolve(x, weight, bias, stride, padding)
         (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(slope.pow(2).sum(), x)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks import Fmn, named
-from harp.attacks.stepwise import Packing
+from harp.attacks.batched import Packing
+from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
-from harp.frozen import frozen
-from tests.test_attacks import assert_untouched, snapshot
-from tests.test_fab import NORMS, length, linear, robust, slow_way, toy
+from support.attacking import assert_untouched, snapshot
+from support.distances import NORMS, length, linear, robust, slow_way, toy
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,45 @@ def test_distances_of_a_linear_model(norm: str, edge: bool) -> None:
     found = Fmn(norm=norm, steps=200).distances(model, x, y)
     assert bool((found >= exact * (1 - 1e-4)).all())
     assert bool((found <= exact * 1.003 + 1e-5).all())
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_step_is_the_papers(norm: str) -> None:
+    """Algorithm 1 at the first step, for points on either side of the boundary, with and without one found before."""
+    slope = torch.tensor([1.0, -2.0, 3.0, 0.5])
+    model = linear(torch.stack([slope, torch.zeros(4)]), torch.tensor([-1.25, 0.0]), (4,))  # z_0 is zero at 0.5
+    x = (0.5 + 0.05 * slope.sign()).repeat(6, 1)
+    y = torch.zeros(6, dtype=torch.long)
+    attack = Fmn(norm=norm, steps=10, alpha=0.01, gamma=0.05)
+    with torch.no_grad():
+        state = attack.begin(model, x, y, model(x), torch.Generator())
+        far = torch.tensor([0.02, 0.02, 0.02, 0.1, 0.1, 0.1])
+        current = x - far[:, None] * slope.sign()
+        margin = current @ slope - 1.25
+        here = length(current - x, norm)
+        assert (margin < 0).tolist() == [False] * 3 + [True] * 3
+        before = torch.tensor([math.inf, math.inf, 0.3, math.inf, 0.05, math.inf])  # the nearest points so far
+        radius = torch.tensor([0.01, 0.4, 0.04, 1.0, 1.0, 0.01])
+        state |= {"current": current.clone(), "nearest": before.clone(), "radius": radius.clone()}
+        attack.advance(model, x, y, state, torch.Generator())
+    guess = here + margin.abs() / torch.linalg.vector_norm(slope, 1 if norm == "linf" else 2)
+    wanted = [
+        guess[0],  # none before: to the linearised boundary
+        0.4 * 1.05,  # but never a smaller ball than before
+        0.04 * 1.05,  # one before: grow
+        here[3],  # beyond: no farther than this point, even in a much larger ball
+        0.05,  # nor than the nearest before
+        0.01 * 0.95,  # shrink
+    ]
+    assert float(guess[1]) < 0.4 * 1.05 and float(here[5]) > 0.01
+    assert state["radius"].tolist() == pytest.approx([float(number) for number in wanted], rel=1e-5)
+    nearest = [math.inf, math.inf, 0.3, here[3], 0.05, here[5]]
+    assert state["nearest"].tolist() == pytest.approx([float(number) for number in nearest], rel=1e-5)
+    step = current - x - 0.01 * slope / slope.norm()
+    limits = torch.tensor([float(number) for number in wanted])[:, None]
+    shorter = (limits / step.norm(dim=1, keepdim=True)).clamp_max(1)
+    inside = step.clamp(-limits, limits) if norm == "linf" else step * shorter
+    assert torch.allclose(state["current"] - x, inside, atol=1e-6)
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from harp import models
-from harp.attacks import Square, square, windows
-from harp.attacks.stepwise import Packing
-from harp.attacks.windows import Windows
-from harp.frozen import frozen
-from tests.interruption import go_on
+from harp.attacks import Square, incremental, square
+from harp.attacks.batched import Packing
+from harp.attacks.fast_forward import frozen
+from harp.attacks.incremental import Windows
+from support.interruption import go_on
 
 
 class Preactivated(nn.Module):
@@ -77,12 +77,12 @@ def centred(name: str) -> nn.Module:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows pay, however few images there are."""
-    monkeypatch.setattr(windows, "_STAGE", 0)
-    monkeypatch.setattr(windows, "_DEARER", 0)
+    monkeypatch.setattr(incremental, "STAGE", 0)
+    monkeypatch.setattr(incremental, "DEARER", 0)
 
 
 def local(net: Callable[[Tensor], Tensor], x: Tensor, side: int = 1) -> Windows:
-    found = windows.of(net, x, side)
+    found = incremental.of(net, x, side)
     assert found is not None
     return found
 
@@ -122,28 +122,28 @@ def test_answers_and_maps_are_the_networks(name: str) -> None:
 def test_windows_are_less_work() -> None:
     model, x = build("convnet"), torch.rand(4, *SHAPES["convnet"])
     with torch.no_grad(), frozen(model, x) as net:
-        assert windows.of(net, x, 2) is None  # so few images of so small a network
+        assert incremental.of(net, x, 2) is None  # so few images of so small a network
         many = torch.rand(400, *SHAPES["convnet"])
         found = local(net, many, 2)
-        costs = [found._work((side, side)) for side in (1, 3, 9, 17)]
+        costs = [found.work((side, side)) for side in (1, 3, 9, 17)]
         assert costs == sorted(costs) and costs[0] < 0.3 * costs[-1]
-        assert windows.of(net, many, 17) is None
+        assert incremental.of(net, many, 17) is None
 
 
 @pytest.mark.usefixtures("cheap")
 def test_who_is_asked_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = build("convnet"), torch.rand(4, *SHAPES["convnet"])
     with torch.no_grad(), frozen(model, x, fast=False) as net:
-        assert windows.of(net, x, 1) is None
+        assert incremental.of(net, x, 1) is None
     with torch.no_grad(), frozen(copy.deepcopy(model).double(), x.double()) as net:
-        assert windows.of(net, x.double(), 1) is None
+        assert incremental.of(net, x.double(), 1) is None
     plain = nn.Sequential(nn.Flatten(), nn.Linear(340, 4)).eval()
     with torch.no_grad(), frozen(plain, x) as net:
-        assert windows.of(net, x, 1) is None
+        assert incremental.of(net, x, 1) is None
     with torch.no_grad(), frozen(model, x) as net:
-        assert windows.of(net, x[..., :-1], 1) is None
-        monkeypatch.setattr(windows, "_MOST", local(net, x).bytes - 1)
-        assert windows.of(net, x, 1) is None
+        assert incremental.of(net, x[..., :-1], 1) is None
+        monkeypatch.setattr(incremental, "MOST", local(net, x).bytes - 1)
+        assert incremental.of(net, x, 1) is None
 
 
 @pytest.mark.usefixtures("cheap")
@@ -186,7 +186,7 @@ def test_the_square_attack_finds_the_same(name: str, monkeypatch: pytest.MonkeyP
     with torch.no_grad(), frozen(model, x) as net:
         quick, asked = packing(net, x, y, attack), []
         quick.run(lambda: asked.append(any(key.startswith(square._MAP) for key in quick.rows)))
-        monkeypatch.setattr(windows, "of", lambda *arguments: None)
+        monkeypatch.setattr(incremental, "of", lambda *arguments: None)
         usual = packing(net, x, y, attack)
         usual.run()
     assert sum(asked) > 50
@@ -217,6 +217,6 @@ def test_maps_that_nobody_updates_are_dropped(monkeypatch: pytest.MonkeyPatch) -
         state["step"] += 30
         attack.advance(net, x, y, state, generator)
         assert f"{square._MAP}0" in state
-        monkeypatch.setattr(windows, "of", lambda *arguments: None)
+        monkeypatch.setattr(incremental, "of", lambda *arguments: None)
         attack.advance(net, x, y, state, generator)
         assert not any(key.startswith(square._MAP) for key in state)

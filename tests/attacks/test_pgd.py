@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from harp.attacks import ATTACKS, Ball, CwInf, Fgsm, Pgd, named
 from harp.errors import DataError, ModelError, RecipeError
-from tests import cases
+from support import cases
+from support.attacking import assert_untouched, drawn_from, snapshot
 
 EPSILON = 0.05
 MAKERS: dict[str, Any] = {
@@ -39,24 +40,6 @@ def undecided(name: str, x: Tensor) -> nn.Module:
     with torch.no_grad():
         last.bias -= model(x).mean(0)
     return model
-
-
-def snapshot(model: nn.Module) -> list[Any]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return [
-        [module.training for module in model.modules()],
-        [tensor.detach().clone() for tensor in tensors],
-        [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors],
-        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-        [set(vars(module)) for module in model.modules()],
-    ]
-
-
-def assert_untouched(model: nn.Module, before: list[Any]) -> None:
-    after = snapshot(model)
-    assert (after[0], after[2], after[4]) == (before[0], before[2], before[4])
-    for one, other in zip(after[1] + after[3], before[1] + before[3], strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
 
 
 @each
@@ -150,6 +133,28 @@ def test_random_start_is_in_the_ball_and_the_box() -> None:
         size = offset.abs().amax(1) if ball.norm == "linf" else offset.norm(dim=1)
         assert start.min() >= 0 and start.max() <= 1 and size.max() <= ball.epsilon + 1e-6
         assert not torch.equal(start[0], start[1])
+
+
+def test_random_starts_are_uniform_in_the_maximum_norm() -> None:
+    x = torch.full((20_000, 1, 1, 3), 0.5)
+    offset = (Ball(0.2).random(x) - x).flatten(1) / 0.2
+    for pixel in offset.T:
+        assert drawn_from(lambda value: (1 + value) / 2, pixel)
+    assert float(torch.corrcoef(offset.T).sub(torch.eye(3)).abs().max()) < 0.02  # pixels are drawn independently
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (3, 2, 2)])
+def test_random_starts_are_uniform_in_the_euclidean_norm(shape: tuple[int, ...]) -> None:
+    """The ball of half the radius has a share of 1/2^d of the volume, and there is no preferred direction."""
+    x = torch.full((20_000, *shape), 0.5)
+    offset = (Ball(0.2, "l2").random(x) - x).flatten(1) / 0.2
+    pixels = offset.shape[1]
+    assert drawn_from(lambda radius: radius**pixels, offset.norm(dim=1))
+    second = offset.T @ offset / len(x) * (pixels + 2)  # the variance of a pixel in the unit ball is 1 / (d + 2)
+    assert float((second - torch.eye(pixels)).abs().max()) < 0.04
+    if pixels == 3:
+        for pixel in offset.T:
+            assert drawn_from(lambda value: (2 + 3 * value - value**3) / 4, pixel)
 
 
 def test_epsilon_zero_and_empty_batches() -> None:
@@ -261,7 +266,12 @@ def test_senseless_inputs() -> None:
     for labels in (y[:3], y.float(), y[:, None]):
         with pytest.raises(DataError):
             Pgd()(model, x, labels)
-    assert Pgd()(model, x + 1e-7, y).max() <= 1
+    for value in (-3e-6, 1 + 3e-6):  # three times what rounding is given
+        with pytest.raises(DataError, match=r"in \[0, 1\]"):
+            Pgd()(model, x.masked_fill(torch.arange(8) == 5, value), y)
+    for value in (-7e-7, 1 + 7e-7):
+        x_adv = Pgd(0.0)(model, x.masked_fill(torch.arange(8) == 5, value), y)
+        assert torch.equal(x_adv, x.masked_fill(torch.arange(8) == 5, round(value)))
     with pytest.raises(ModelError, match="logits"):
         Pgd()(nn.Identity(), x, y)
     with pytest.raises(ModelError, match="logits"):

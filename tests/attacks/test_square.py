@@ -2,8 +2,11 @@
 
 import copy
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.attacks import Square
-from harp.attacks.square import _along, _form, _pyramid, _sides, _square
-from harp.attacks.stepwise import Packing
+from harp.attacks.batched import Packing
+from harp.attacks.square import along, moved, pyramid, schedule, two_pyramids, within
 from harp.errors import DataError, RecipeError
-from tests import cases
-from tests.interruption import go_on
-from tests.test_apgd import BALLS, Calls, right, run, task, trained
+from support import cases
+from support.attacking import BALLS, Calls, right, run, task, trained
+from support.interruption import go_on
 
 NORMS = {"linf": "Linf", "l2": "L2"}
 
@@ -27,7 +30,7 @@ NORMS = {"linf": "Linf", "l2": "L2"}
 
 @pytest.mark.parametrize(("steps", "rescaled"), [(5000, False), (5000, True), (300, True)])
 def test_the_schedule(steps: int, rescaled: bool) -> None:
-    sides, kinds = _sides(steps, 0.8, rescaled, "linf", 28, 28)
+    sides, kinds = schedule(steps, 0.8, rescaled, "linf", 28, 28)
     borders = [10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000]
     scale = 10_000 / steps if rescaled else 1
     expected = [0]
@@ -41,41 +44,49 @@ def test_the_schedule(steps: int, rescaled: bool) -> None:
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 12), st.sampled_from(["linf", "l2"]))
 @settings(max_examples=60, deadline=None)
 def test_squares_lie_in_the_image(steps: int, height: int, width: int, norm: str) -> None:
-    sides, kinds = _sides(steps, 0.8, True, norm, height, width)
+    sides, kinds = schedule(steps, 0.8, True, norm, height, width)
     side = sides[kinds][:, None]
-    rows, columns = (_along(size, side, torch.rand(steps + 1, 1)) for size in (height, width))
-    inside = _square(rows, columns, side)
+    rows, columns = (along(size, side, torch.rand(steps + 1, 1)) for size in (height, width))
+    inside = within(rows, columns, side)
     assert inside.shape == (steps + 1, 1, height, width)
     assert torch.equal(inside.flatten(1).sum(1), side[:, 0] ** 2)
 
 
 def test_squares_lie_anywhere() -> None:
     side = torch.full((2000, 1), 3)
-    at = _along(5, side, torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)))
+    at = along(5, side, torch.rand(2000, 1, generator=torch.Generator().manual_seed(0)))
     corners, counts = (-at[:, 0]).unique(return_counts=True)
     assert corners.tolist() == [0, 1, 2] and counts.min() > 550
 
 
 @pytest.mark.parametrize("side", [1, 2, 3, 5, 8])
 def test_forms_are_two_pyramids(side: int) -> None:
-    form = _form(side)
+    form = two_pyramids(side)
     assert form.norm().item() == pytest.approx(1, abs=1e-6)
     assert (form[: side // 2] > 0).all() and (form[side // 2 :] < 0).all()
-    peak = _pyramid(5, 5)
+    peak = pyramid(5, 5)
     assert peak.argmax() == 12 and torch.allclose(peak, peak.T) and torch.allclose(peak, peak.flip(0))
     assert (peak[2, 2] / peak[0, 0]).item() == pytest.approx((1 + 1 / 4 + 1 / 9) / (1 / 9), abs=1e-4)
+
+
+def right_so_far(x: Tensor) -> Tensor:
+    """The logits of a network that always says class 0."""
+    return torch.tensor([[1.0, 0.0]]).repeat(len(x), 1)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_query_changes_one_square(norm: str) -> None:
     attack = Square(0.1 if norm == "linf" else 0.5, norm, steps=50)
     x = 0.3 + 0.4 * torch.rand(30, 3, 9, 9)
-    generator = torch.Generator().manual_seed(0)
-    points = attack._start(x, generator)
+    y, generator = torch.zeros(30, dtype=torch.long), torch.Generator().manual_seed(0)
+    state = attack.begin(right_so_far, x, y, right_so_far(x), generator)
+    points = state["points"].clone()
     step = torch.arange(30) + 5
     step[:3] = 0
-    proposal = attack._proposal(x, points, step, attack._place(x, step, generator))
-    sides, kinds = _sides(50, 0.8, True, norm, 9, 9)
+    state["step"] = step.clone()
+    attack.advance(right_so_far, x, y, state, generator)
+    proposal = state["points"]  # none has been asked about before, so that each is the best so far
+    sides, kinds = schedule(50, 0.8, True, norm, 9, 9)
     assert torch.equal(proposal[:3], points[:3])
     offset, before = proposal - x, points - x
     if norm == "linf":
@@ -92,16 +103,17 @@ def test_the_l2_step_is_the_packages() -> None:
     """Algorithm 3, one image at a time, in the place and with the signs that the attack has drawn."""
     attack, epsilon = Square(0.5, "l2"), 0.5
     x = torch.rand(20, 2, 9, 9)
-    offset = attack._start(x, torch.Generator().manual_seed(0)) - x
+    y, generator = torch.zeros(20, dtype=torch.long), torch.Generator().manual_seed(0)
+    offset = attack.begin(right_so_far, x, y, right_so_far(x), generator)["points"] - x
     side = torch.full((20, 1), 3)
     places = torch.randint(7, (4, 20, 1))
     rows, columns, rows2, columns2 = (torch.arange(9) - corner for corner in places)
-    inside, cleared = _square(rows, columns, side), _square(rows2, columns2, side)
+    inside, cleared = within(rows, columns, side), within(rows2, columns2, side)
     signs = torch.randn(20, 2, 1, 1).sign()
     form = torch.zeros(20, 1, 9, 9)
     for number in range(20):
-        form[number][inside[number]] = _form(3).flatten()
-    moved = attack._moved(offset, form * signs, inside, cleared)
+        form[number][inside[number]] = two_pyramids(3).flatten()
+    changed = moved(offset, form * signs, inside, cleared, epsilon)
     for number in range(20):
         top, left, top2, left2 = places[:, number, 0].tolist()
         here = (slice(None), slice(top, top + 3), slice(left, left + 3))
@@ -110,12 +122,12 @@ def test_the_l2_step_is_the_packages() -> None:
         both = torch.zeros_like(old)
         both[here] = both[there] = 1
         spare = max(epsilon**2 - old.square().sum().item(), 0) / 2
-        new = _form(3) * signs[number] + old[here] / old[here].norm(dim=(1, 2), keepdim=True)
+        new = two_pyramids(3) * signs[number] + old[here] / old[here].norm(dim=(1, 2), keepdim=True)
         length = (spare + (old * both).square().sum((1, 2), keepdim=True)).sqrt()
         new = new / new.norm(dim=(1, 2), keepdim=True) * length
         old[there] = 0
         old[here] = new
-        assert torch.allclose(moved[number], old, atol=1e-5)
+        assert torch.allclose(changed[number], old, atol=1e-5)
 
 
 # --- strength ----------------------------------------------------------------------------------------------------
@@ -124,20 +136,56 @@ def test_the_l2_step_is_the_packages() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("classes", [2, 10])
 def test_as_strong_as_the_package(classes: int, norm: str) -> None:
-    """A little stronger, as no query is spent on a square that changes nothing; means over seeds, as it is luck."""
+    """As strong, if the package's squares reach the last row and column as well: means over seeds, as it is luck.
+
+    Of ten seeds of each, the means of three that follow each other differed by -1.7 to 4.7 images.
+    """
     package = pytest.importorskip("pyautoattack.square")
     model, (x, y) = trained(classes), task(classes, 80)
     natural = int(right(model, x, y).sum())
     ours, theirs = [], []
     for seed in range(3):
         oracle = package.SquareAttack(model, NORMS[norm], 200, eps=2 * BALLS[norm], seed=seed, device="cpu")
-        with torch.no_grad():
+        anywhere = partial(_one_more, oracle.random_int)
+        with torch.no_grad(), mock.patch.object(oracle, "random_int", anywhere):
             theirs.append(int(right(model, oracle.perturb(x, y), y).sum()))
         torch.manual_seed(seed)
         ours.append(int(right(model, Square(2 * BALLS[norm], norm, steps=200)(model, x, y), y).sum()))
     gain = (sum(theirs) - sum(ours)) / 3
     assert natural - max(theirs) >= 10
-    assert -3 <= gain <= 18, (ours, theirs)
+    assert -3 <= gain <= 6, (ours, theirs)
+
+
+def _one_more(draw: Callable[[int, int], Tensor], low: int, high: int) -> Tensor:
+    """The whole numbers up to `high`, which the package leaves out."""
+    return draw(low, high + 1)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("image", range(4))
+def test_the_best_of_all_queries_is_kept(image: int, norm: str) -> None:
+    model, (x, y) = trained(10), task(10, 4)
+    label, asked = int(y[image]), list[float]()
+
+    def margin(points: Tensor) -> float:
+        (scores,) = model(points).tolist()
+        return scores[label] - max(scores[:label] + scores[label + 1 :])
+
+    def net(points: Tensor) -> Tensor:
+        asked.append(margin(points))
+        return model(points)
+
+    def check() -> None:
+        if len(packing.slots):
+            kept = [margin(packing.rows["points"]), *packing.rows["margin"].tolist()]
+            assert kept == pytest.approx([min(asked)] * 2, abs=1e-5)
+
+    with torch.no_grad():
+        attack = Square(BALLS[norm] / 4, norm, steps=60)  # too little to fool them soon
+        packing = Packing(attack, net, x[image, None], y[image, None], batch=1, seed=0)
+    asked.clear()  # the image itself
+    packing.run(check)
+    assert len(asked) > 20
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -5,13 +5,13 @@ import os
 from typing import Any
 
 import pytest
-from benchmarks import attack
 
-from harp.sparse import native
+from benchmarks import attack
+from harp.engine.native import bindings
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]
 SMALL = ["--trained-width", "0.25", "--train-images", "256", "--agreement-images", "32"]
-needs_native = pytest.mark.skipif(native.kernels() is None, reason="no native code for this machine")
+needs_native = pytest.mark.skipif(bindings.kernels() is None, reason="no native code for this machine")
 
 
 def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def test_parts_of_the_attack_benchmark_can_be_had_alone(capsys: pytest.CaptureFi
 def test_without_native_code_there_is_nothing_to_measure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attack.native, "kernels", lambda: None)
+    monkeypatch.setattr(attack.bindings, "kernels", lambda: None)
     assert attack.main([*TINY, "--parts", "pass"]) == 2
     assert "no native code" in capsys.readouterr().err
 

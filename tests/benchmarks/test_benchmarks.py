@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks import scaling, slim, stability, step
 from benchmarks.timing import Times, interleaved
+
+from benchmarks import scaling, slim, stability, step
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--batch", "8", "--steps", "2", "--repeats", "2"]
 KEYS = {
@@ -87,7 +88,7 @@ SMALL = ["--model", "resnet8", "--width", "0.5", "--repeats", "1", "--train-batc
 def test_slim_compares_small_networks_with_the_dense_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slim, "_version", lambda: None)
+    monkeypatch.setattr(slim, "version", lambda: None)
     assert slim.main(SMALL) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])

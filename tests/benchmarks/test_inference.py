@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from benchmarks import inference, pruned
-
-from harp.bench import fresh, prepared
+from harp.deploy.bench import fresh, prepared
+from harp.engine.native import bindings
 from harp.errors import ModelError
-from harp.sparse import native
-from harp.units import Weights
+from harp.pruning.units import Weights
 
-needs_native = pytest.mark.skipif(native.kernels() is None, reason="no native code for this machine")
+needs_native = pytest.mark.skipif(bindings.kernels() is None, reason="no native code for this machine")
 TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]
 
 
@@ -98,7 +98,7 @@ def test_a_network_without_a_way_through_is_told() -> None:
 def test_without_native_code_there_is_nothing_to_measure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(bindings, "kernels", lambda: None)
     assert inference.main([*TINY, "--skip-fresh"]) == 2
     assert "no native code" in capsys.readouterr().err
 

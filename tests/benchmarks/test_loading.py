@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from benchmarks import loading
 
 pytest.importorskip("PIL.Image")

@@ -4,13 +4,13 @@ import os
 
 import pytest
 import torch
-from benchmarks import pruned
 from benchmarks.switch import engine
 
-from harp import masks
-from harp.channels.dead import remove_dead
+from benchmarks import pruned
 from harp.errors import RecipeError
-from harp.units import Weights
+from harp.pruning import masks
+from harp.pruning.channels.removal import remove_dead
+from harp.pruning.units import Weights
 
 # Counts printed in the paper's figure of the strategies for VGG16 at 0.1 %.
 VGG16_HARP = [794, 1024, 683, 702, 740, 789, 783, 898, 1075, 1075, 1074, 1074, 1074, 758, 594, 2158]

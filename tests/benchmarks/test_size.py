@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from benchmarks import size
 
 TINY = ["--model", "resnet8", "--width", "0.5", "--keep", "0.1"]

@@ -6,44 +6,18 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from harp import checkpoint, models
+from harp import models
 from harp.errors import AT_CHANCE
-from tests.conftest import FINISHED, Harp
-
-RECIPE = {
-    "name": "tiny",
-    "data": {"name": "digits", "batch": 256, "holdout": 100, "pad": 1},
-    "model": {"name": "tinynet", "width": 4},
-    "objective": {"name": "pgd", "epsilon": 0.1, "step": 0.05, "steps": 1},
-    "stages": [
-        {"name": "pretrain", "pruner": "dense", "epochs": 1},
-        {"name": "prune", "pruner": {"name": "harp", "keep": "5%"}, "epochs": 2},
-        {"name": "finetune", "pruner": "fixed", "epochs": 1, "optimizer": {"lr": "1e-2"}},
-    ],
-    "evaluate": {"attacks": ["pgd-2"], "examples": 50},
-}
-
-
-def write_recipe(path: Path, **changes: object) -> str:
-    path.write_text(yaml.safe_dump({**RECIPE, **changes}))
-    return str(path)
-
-
-def refused(harp: Harp, *words: str, said: str) -> None:
-    """One line on standard error, exit code 2, nothing written."""
-    before = sorted(Path().rglob("*"))
-    code, out, err = harp(*words)
-    assert code == 2, err
-    assert out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1, err
-    assert said in err, err
-    assert sorted(Path().rglob("*")) == before, "nothing may be written"
+from harp.models.weights import save_model
+from harp.system.tensors import load_tensors
+from support.commands import FINISHED, RECIPE, Harp, refused, write_recipe
 
 
 def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> None:
@@ -58,7 +32,7 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
     assert kept == round(0.05 * size)
     assert f"{size:,} → {kept:,}" in out
     assert f"artefact  {folder / 'model.safetensors'}" in out
-    tensors, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    tensors, _ = load_tensors(folder / "model.safetensors")
     assert sum(int(tensors[layer["name"]].count_nonzero()) for layer in summary["layers"]) <= kept
     number = json.loads((folder / "results" / "pgd-2.json").read_text())
     assert {"value", "low", "high", "n", "seed", "versions", "recipe", "attack"} <= number.keys()
@@ -94,7 +68,7 @@ def test_a_run_from_start_to_artefact_and_again(harp: Harp, tmp_path: Path) -> N
     assert {Path(line).name for line in made.split()} == {"page.html", "page.json", "page.md"}
     assert "<svg" in Path("page.html").read_text() and "fgsm" in Path("page.md").read_text()
     (folder / "summary.json").unlink()
-    refused(harp, "evaluate", str(folder), said="half a run")
+    refused(harp, "evaluate", str(folder), said="is not finished")
     refused(harp, "report", str(folder), said="summary.json")
     refused(harp, "submit", "robustbench", str(folder), "--name", "Zhao2023Holistic", said="summary.json")
 
@@ -168,6 +142,32 @@ def test_plan_shows_every_layer_and_the_total(harp: Harp) -> None:
     assert json.loads(out)["totals"]["weights"]["size"] == 25_502_912
     code, out, _ = harp("plan", "tinynet", "--data", "digits", "--channels", "--keep", "25%")
     assert code == 0 and "keep 25% of the FLOPs" in out and "read by" in out and "parameters" in out
+
+
+def test_plan_takes_the_network_budget_and_strategy_of_a_recipe(harp: Harp, tmp_path: Path) -> None:
+    def planned(*words: str) -> Any:
+        code, out, err = harp("plan", *words, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    assert planned("cifar10/vgg16/hydra-erk-99.9") == planned("vgg16", "--keep", "0.1%", "--strategy", "erk")
+    small = ["--strategy", "erk", "--keep", "3%"]
+    assert planned("fashion", *small) == planned("tinynet", "--data", "fashion", *small)
+    assert planned("tiny-imagenet/small")["totals"]["weights"] == {"size": 723_376, "kept": 72_338}, (
+        "its width, its keep"
+    )
+    assert planned("fashion/harp-channels-4x")["kind"] == "channels"
+    limited = write_recipe(tmp_path / "limited.yaml", units={"ignore": ["features.0.weight"]})
+    assert "features.0.weight" not in [layer["name"] for layer in planned(limited)["layers"]]
+
+
+def test_run_puts_a_choice_in_place(harp: Harp, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "tiny.yaml")
+    code, _, err = harp("run", path, "--method", "magnitude", "--strategy", "erk", "--keep", "10%")
+    assert code in FINISHED, err
+    (folder,) = Path("runs").glob("tiny-magnitude-erk-90-*")
+    stages = yaml.safe_load((folder / "recipe.yaml").read_text())["stages"]
+    assert stages[-2]["pruner"] == {"name": "magnitude", "keep": 0.1, "strategy": "erk"}
 
 
 def test_doctor(harp: Harp, tmp_path: Path) -> None:
@@ -247,7 +247,14 @@ def test_senseless_budgets(harp: Harp, keep: str, said: str) -> None:
         (["prune", "tinynet", "--data", "cifar10", "--keep", "1%"], "cifar-10"),
         (["prune", "tinynet", "--data", "svhn", "--data-dir", "nowhere", "--keep", "1%"], "train_32x32.mat"),
         (["run", "nothing.yaml"], "no recipe file"),
-        (["run", "zzz"], "`harp list` has the"),
+        (["run", "zzz"], "one of cifar10/resnet18, cifar10/vgg16, demo"),
+        (["run", "cifar10/vgg17"], "did you mean 'cifar10/vgg16'?"),
+        (["run", "fashion", "--method", "harb"], "did you mean 'harp'?"),
+        (["estimate", "fashion", "--keep", "200%"], "keep '200%': give a share above 0"),
+        (["compare", "fashion", "--methods", "harp", "--objective", "pdg"], "did you mean 'pgd'?"),
+        (["plan", "fashion/hrp-99"], "did you mean 'fashion/harp-99'?"),
+        (["plan", "vgg16"], "--keep 1%"),
+        (["list", "recipes", "svnh"], "svnh"),
         (["evaluate", "no/such"], "there is no folder no/such"),
         (["evaluate", "tinynet"], "--data"),
         (["evaluate", "tinynet", "--data", "digits", "--attack", "pgd-x"], "pgd-x"),
@@ -269,7 +276,7 @@ def test_wrong_arguments(harp: Harp, words: list[str], said: str) -> None:
 def test_damaged_and_foreign_files(harp: Harp, tmp_path: Path) -> None:
     prune = ["prune", "tinynet", "--data", "digits", "--keep", "1%", "--weights"]
     other = models.build("resnet8", num_classes=10, shape=(1, 8, 8))
-    checkpoint.save_model("other.safetensors", other)
+    save_model("other.safetensors", other)
     refused(harp, *prune, "other.safetensors", said="same architecture")
 
     class Evil:

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-from harp.cli import voice
-from harp.display import Quiet, Terminal
+from harp.cli import ranks
 from harp.errors import AT_CHANCE, LOST, UNFINISHED
-from harp.processes import peers
-from tests.conftest import Harp
+from harp.system.distributed import peers
+from harp.system.progress import Quiet, Terminal
+from support.commands import Harp
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
 
 
 def test_the_first_shows_and_warns(logger: logging.Logger) -> None:
-    assert isinstance(voice.display(first=True), Terminal) and not logger.disabled
-    assert type(voice.display(first=False)) is Quiet and logger.disabled
+    assert isinstance(ranks.display(first=True), Terminal) and not logger.disabled
+    assert type(ranks.display(first=False)) is Quiet and logger.disabled
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_others_are_told_whether_an_end_is_in_order(
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", First)
-    voice.leave(code)
+    ranks.leave(code)
     assert told == [in_order]
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harp.batches import Augment, Batches
-from harp.data import Split
+from harp.data.batches import Augment, Batches
+from harp.data.registry import Split
 from harp.errors import DataError, RecipeError
-from tests.test_data import numbered, numbers, quick
+from support.splits import numbered, numbers, quick
 
 # --- augmentation
 

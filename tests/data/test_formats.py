@@ -18,51 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harp import readers
-from harp.data import load
+from harp.data import formats
+from harp.data.formats import Payload
+from harp.data.registry import load
 from harp.errors import DataError, MissingExtra
-from harp.readers import Payload
-
-RNG = np.random.default_rng(0)
-IMAGES = RNG.integers(0, 256, (5, 3072), dtype=np.uint8)
-LABELS = [3, 0, 9, 1, 7]
-
-
-def idx(array: np.ndarray) -> bytes:
-    return b"\0\0\x08" + struct.pack(f">B{array.ndim}I", array.ndim, *array.shape) + array.tobytes()
-
-
-def element(kind: int, data: bytes, order: str, small: bool = False) -> bytes:
-    if small:
-        return struct.pack(f"{order}I", len(data) << 16 | kind) + data.ljust(4, b"\0")
-    return struct.pack(f"{order}2I", kind, len(data)) + data + b"\0" * (-len(data) % 8)
-
-
-def matrix(name: str, array: np.ndarray, klass: int, stored: int, order: str) -> bytes:
-    flags = element(6, struct.pack(f"{order}2I", klass, 0), order)
-    sizes = element(5, struct.pack(f"{order}{array.ndim}i", *array.shape), order)
-    body = flags + sizes + element(1, name.encode(), order, small=True)
-    return element(14, body + element(stored, array.tobytes(order="F"), order), order)
-
-
-def mat5(elements: list[bytes], order: str = "<", compress: bool = False) -> bytes:
-    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack(f"{order}2H", 0x0100, 0x4D49)
-    if compress:
-        packed = [zlib.compress(part) for part in elements]
-        elements = [struct.pack(f"{order}2I", 15, len(part)) + part for part in packed]
-    return header + b"".join(elements)
-
-
-def svhn(order: str = "<", compress: bool = False) -> tuple[bytes, np.ndarray, np.ndarray]:
-    x = RNG.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
-    y = np.array([[1.0], [10.0], [3.0], [9.0]])
-    # y as MATLAB writes it: of class double (6), stored as bytes because the values fit.
-    parts = [matrix("X", x, 9, 2, order), matrix("y", y.astype(np.uint8), 6, 2, order)]
-    return mat5(parts, order, compress), x, y
-
-
-def cifar(protocol: int = 2, **changes: object) -> bytes:
-    return pickle.dumps({b"data": IMAGES, b"labels": LABELS, b"batch_label": b"", **changes}, protocol)
+from support.data_files import IMAGES, LABELS, RNG, archive, binary, cifar, element, idx, mat5, matrix, npz, paint, svhn
 
 
 def python2_batch() -> bytes:
@@ -85,25 +45,15 @@ def python2_batch() -> bytes:
     return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + labels + b"u."
 
 
-def binary(label_bytes: int = 1) -> bytes:
-    return b"".join(bytes([17] * (label_bytes - 1) + [y]) + x.tobytes() for x, y in zip(IMAGES, LABELS, strict=True))
-
-
-def npz(**arrays: Any) -> bytes:
-    stream = io.BytesIO()
-    np.savez_compressed(stream, **arrays)
-    return stream.getvalue()
-
-
 READERS: dict[str, tuple[Callable[[Any], Any], bytes]] = {
-    "idx": (readers.read_idx, idx(IMAGES.reshape(5, 48, 64))),
-    "idx.gz": (readers.read_idx, gzip.compress(idx(IMAGES.reshape(5, 48, 64)))),
-    "pickle": (readers.read_cifar_batch, cifar()),
-    "pickle-2": (readers.read_cifar_batch, python2_batch()),
-    "binary": (lambda file: readers.read_cifar_binary(file, 1), binary()),
-    "mat": (readers.read_mat5, mat5([matrix("X", IMAGES, 9, 2, "<")])),
-    "mat-compressed": (readers.read_mat5, svhn(compress=True)[0]),
-    "npz": (lambda file: readers.read_npz(file, ["x"]), npz(x=IMAGES)),
+    "idx": (formats.read_idx, idx(IMAGES.reshape(5, 48, 64))),
+    "idx.gz": (formats.read_idx, gzip.compress(idx(IMAGES.reshape(5, 48, 64)))),
+    "pickle": (formats.read_cifar_batch, cifar()),
+    "pickle-2": (formats.read_cifar_batch, python2_batch()),
+    "binary": (lambda file: formats.read_cifar_binary(file, 1), binary()),
+    "mat": (formats.read_mat5, mat5([matrix("X", IMAGES, 9, 2, "<")])),
+    "mat-compressed": (formats.read_mat5, svhn(compress=True)[0]),
+    "npz": (lambda file: formats.read_npz(file, ["x"]), npz(x=IMAGES)),
 }
 
 
@@ -123,14 +73,14 @@ def test_missing_file_and_folder(kind: str, tmp_path: Path) -> None:
 def test_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
-        readers.read_idx(tmp_path / "pipe")
+        formats.read_idx(tmp_path / "pipe")
 
 
 def test_too_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.readers.payload.LARGEST", 10)
+    monkeypatch.setattr("harp.data.formats.bounded.LARGEST", 10)
     (tmp_path / "f").write_bytes(bytes(11))
     with pytest.raises(DataError, match="11 bytes, expected an idx file"):
-        readers.read_idx(tmp_path / "f")
+        formats.read_idx(tmp_path / "f")
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -170,7 +120,7 @@ def test_damaged_bytes_raise_nothing_else(kind: str, seed: int, count: int) -> N
 def test_idx(compress: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
     array = RNG.integers(0, 256, shape, dtype=np.uint8)
     (tmp_path / "f").write_bytes(gzip.compress(idx(array)) if compress else idx(array))
-    assert np.array_equal(readers.read_idx(tmp_path / "f"), array)
+    assert np.array_equal(formats.read_idx(tmp_path / "f"), array)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -186,7 +136,7 @@ def test_idx(compress: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
 )
 def test_idx_wrong_header(data: bytes, message: str, compress: bool) -> None:
     with pytest.raises(DataError, match=message):
-        readers.read_idx(Payload("f", gzip.compress(data) if compress else data))
+        formats.read_idx(Payload("f", gzip.compress(data) if compress else data))
 
 
 # --- CIFAR
@@ -195,7 +145,7 @@ def test_idx_wrong_header(data: bytes, message: str, compress: bool) -> None:
 @pytest.mark.parametrize("protocol", range(6))
 def test_cifar_pickle(protocol: int, tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(cifar(protocol))
-    images, labels = readers.read_cifar_batch(tmp_path / "data_batch_1")
+    images, labels = formats.read_cifar_batch(tmp_path / "data_batch_1")
     assert images.shape == (5, 3, 32, 32)
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
@@ -205,13 +155,13 @@ def test_cifar_pickle(protocol: int, tmp_path: Path) -> None:
 def test_cifar_array_in_column_order_and_array_labels(protocol: int) -> None:
     entries = {"data": np.asfortranarray(IMAGES), "fine_labels": np.array(LABELS, ">i4"), "labels": [0] * 5}
     batch = pickle.dumps(entries, protocol)
-    images, labels = readers.read_cifar_batch(Payload("train", batch))
+    images, labels = formats.read_cifar_batch(Payload("train", batch))
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
 
 def test_cifar_pickle_of_python_2() -> None:
-    images, labels = readers.read_cifar_batch(Payload("f", python2_batch()))
+    images, labels = formats.read_cifar_batch(Payload("f", python2_batch()))
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
@@ -229,7 +179,7 @@ def test_malicious_pickle_is_not_executed(protocol: int, tmp_path: Path) -> None
     mark = tmp_path / "executed"
     batch = pickle.dumps({b"data": IMAGES, b"labels": Malicious(os.mkdir, (str(mark),))}, protocol)
     with pytest.raises(DataError, match=r"the pickle asks for \w+.mkdir"):
-        readers.read_cifar_batch(Payload("f", batch))
+        formats.read_cifar_batch(Payload("f", batch))
     assert not mark.exists()
 
 
@@ -258,43 +208,35 @@ def test_malicious_pickle_is_not_executed(protocol: int, tmp_path: Path) -> None
 )
 def test_wrong_pickles(data: bytes) -> None:
     with pytest.raises(DataError, match=r"^f: .*expected"):
-        readers.read_cifar_batch(Payload("f", data))
-    images, _ = readers.read_cifar_batch(Payload("f", cifar()))  # no stand-in was altered
+        formats.read_cifar_batch(Payload("f", data))
+    images, _ = formats.read_cifar_batch(Payload("f", cifar()))  # no stand-in was altered
     assert len(images) == 5
 
 
 @pytest.mark.parametrize("label_bytes", [1, 2])
 def test_cifar_binary(label_bytes: int, tmp_path: Path) -> None:
     (tmp_path / "f.bin").write_bytes(binary(label_bytes))
-    images, labels = readers.read_cifar_binary(tmp_path / "f.bin", label_bytes)
+    images, labels = formats.read_cifar_binary(tmp_path / "f.bin", label_bytes)
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
 
 def test_cifar_binary_names_the_size() -> None:
     with pytest.raises(DataError, match=r"data_batch_3: 1,234 bytes, expected a multiple of 3,073 .30,730,000"):
-        readers.read_cifar_binary(Payload("data_batch_3", bytes(1234)), 1)
+        formats.read_cifar_binary(Payload("data_batch_3", bytes(1234)), 1)
 
 
 # --- archives
 
 
-def archive(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-
-
 def test_archive(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     archive(path, {"./d/one": b"1", "d/other": b"x" * 5000, "d/two": b"22"})
-    found = readers.read_archive(path, ["d/one", "d/two"])
+    found = formats.read_archive(path, ["d/one", "d/two"])
     assert {name: payload.data for name, payload in found.items()} == {"d/one": b"1", "d/two": b"22"}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.tar.gz"]
     with pytest.raises(DataError, match="no d/three in the archive"):
-        readers.read_archive(path, ["d/one", "d/three"])
+        formats.read_archive(path, ["d/one", "d/three"])
 
 
 def test_damaged_archive(tmp_path: Path) -> None:
@@ -304,7 +246,7 @@ def test_damaged_archive(tmp_path: Path) -> None:
     for damaged in (b"", b"no archive", data[:40], data[:3000], data[:2000] + bytes(50) + data[2050:]):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"a.tar.gz"):
-            readers.read_archive(path, ["d/one"])
+            formats.read_archive(path, ["d/one"])
 
 
 def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
@@ -312,7 +254,7 @@ def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
     info.size = 1 << 40
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT)))
     with pytest.raises(DataError, match="expected"):
-        readers.read_archive(tmp_path / "a.tar.gz", ["d/one"])
+        formats.read_archive(tmp_path / "a.tar.gz", ["d/one"])
 
 
 # --- MATLAB
@@ -323,7 +265,7 @@ def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
 def test_mat5(order: str, compress: bool, tmp_path: Path) -> None:
     data, x, y = svhn(order, compress)
     (tmp_path / "f.mat").write_bytes(data)
-    variables = readers.read_mat5(tmp_path / "f.mat")
+    variables = formats.read_mat5(tmp_path / "f.mat")
     assert variables["X"].dtype == np.uint8
     assert np.array_equal(variables["X"], x)
     assert variables["y"].dtype == np.float64
@@ -336,7 +278,7 @@ def test_mat5_wide_numbers_and_what_is_passed_over(order: str) -> None:
     text = matrix("t", np.zeros((1, 2), np.uint8), 4, 2, order)
     flags = element(6, struct.pack(f"{order}2I", 0x0806, 0), order)
     imaginary = element(14, flags + bytes(8), order)
-    variables = readers.read_mat5(Payload("f", mat5([text, imaginary, matrix("n", numbers, 6, 9, order)], order)))
+    variables = formats.read_mat5(Payload("f", mat5([text, imaginary, matrix("n", numbers, 6, 9, order)], order)))
     assert list(variables) == ["n"]
     assert np.array_equal(variables["n"], numbers)
 
@@ -356,7 +298,7 @@ def test_mat5_wrong() -> None:
         (mat5([struct.pack("<I", 9 << 16 | 1) + bytes(20)]), "expected an element of 9"),
     ):
         with pytest.raises(DataError, match=message):
-            readers.read_mat5(Payload("f", data))
+            formats.read_mat5(Payload("f", data))
 
 
 # --- npz
@@ -364,7 +306,7 @@ def test_mat5_wrong() -> None:
 
 def test_npz() -> None:
     floats = np.asfortranarray(RNG.random((3, 4)))
-    arrays = readers.read_npz(Payload("f", npz(x=floats, y=np.arange(3), z=np.array(1))), ["x", "y"])
+    arrays = formats.read_npz(Payload("f", npz(x=floats, y=np.arange(3), z=np.array(1))), ["x", "y"])
     assert np.array_equal(arrays["x"], floats)
     assert list(arrays) == ["x", "y"]
 
@@ -383,16 +325,10 @@ def test_npz_wrong() -> None:
         (b"PK nothing", "expected an .npz file"),
     ):
         with pytest.raises(DataError, match=message):
-            readers.read_npz(Payload("f", data), ["x"])
+            formats.read_npz(Payload("f", data), ["x"])
 
 
 # --- folders of images
-
-
-def paint(path: Path, width: int, height: int, colour: tuple[int, int, int] = (10, 20, 30)) -> None:
-    image = pytest.importorskip("PIL.Image")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image.new("RGB", (width, height), colour).save(path)
 
 
 class ImageFolder(NamedTuple):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from harp.data import load
+from harp.data.datasets.wordnet import class_names
+from harp.data.formats import Names, Payload, TarIndex, read_mat5_records
+from harp.data.registry import load
+from harp.data.streaming.images import Streamed
 from harp.errors import DataError
-from harp.readers import Names, Payload, TarIndex, read_mat5_records
-from harp.sources.wordnet import class_names
-from harp.streaming.streamed import Streamed
-from tests.pictures import encoded, fill, tar, tar_bytes
+from support.pictures import encoded, fill, tar, tar_bytes
 
 pytest.importorskip("PIL.Image")
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harp.data.formats import Centre, careful, upright
+from harp.data.streaming.augment import ResizedCrop
 from harp.errors import DataError, RecipeError
-from harp.readers import Centre, careful, upright
-from harp.streaming.augment import ResizedCrop
-from tests.pictures import encoded
-from tests.test_data import quick
+from support.pictures import encoded
+from support.splits import quick
 
 pillow = pytest.importorskip("PIL.Image")
 

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import logging
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,31 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from harp.batches import Batches
-from harp.data import DATASETS, DataSet, Split, check_batch, holdout, load
+from harp.data.batches import Batches
+from harp.data.datasets.base import Facts
+from harp.data.datasets.cifar import CIFAR10
+from harp.data.registry import DATASETS, DataSet, Split, check_batch, facts, holdout, load
 from harp.errors import DataError
-from harp.sources.cifar import CIFAR10
-from tests import test_readers as files
-
-quick = settings(max_examples=40, deadline=None)
-
-
-def numbered(count: int, classes: int = 3, side: int = 2) -> Split:
-    """Images that can be told apart by their first pixels."""
-    images = torch.zeros(count, 1, side, side, dtype=torch.uint8)
-    images[:, 0, 0, 0] = torch.arange(count) % 256
-    images[:, 0, 0, 1] = torch.arange(count) // 256
-    return Split(images, torch.arange(count) % classes)
-
-
-def numbers(x: Tensor) -> list[int]:
-    pixels = (x[:, 0, 0] * 255).round().long()
-    return (pixels[:, 0] + 256 * pixels[:, 1]).tolist()
-
+from support import data_files as files
+from support.splits import numbered, numbers, quick
 
 # --- shipped
 
@@ -48,6 +34,7 @@ def test_embedded(name: str, train: int, test: int, shape: tuple[int, ...], flip
     found = load(name)
     assert (len(found.train), len(found.test), found.shape) == (train, test, shape)
     assert found.num_classes == len(found.classes) == 10
+    assert replace(facts(name), hub=None) == Facts(train, test, shape, 10)  # type: ignore[type-var, arg-type]
     assert found.verified
     assert found.flip is flip
     assert found.train.images.dtype == torch.uint8
@@ -55,6 +42,19 @@ def test_embedded(name: str, train: int, test: int, shape: tuple[int, ...], flip
     assert found.fingerprint() == load(name).fingerprint()
     for split, total in ((found.train, train), (found.test, test)):
         assert (split.labels.bincount() - total / 10).abs().max() <= 4
+
+
+def test_facts_are_those_that_the_descriptions_give() -> None:
+    known = {name: source.facts for name, source in DATASETS.items() if source.facts is not None}
+    for name, published in known.items():
+        source, (channels, height, width) = DATASETS[name], published.shape
+        assert re.search(rf"\b{published.train:,} \+ {published.test:,}\b", source.description)
+        assert f"{height}x{width}x{channels}" in source.description
+        assert (
+            published.classes == len(getattr(source, "classes", ()))
+            or f"of {published.classes:,} classes" in source.description
+        )
+    assert set(known) == set(DATASETS) - {"folder", "npz", "shards"}
 
 
 def test_embedded_file_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +324,12 @@ def test_split_checks_its_tensors() -> None:
 def test_check_batch() -> None:
     x, y = torch.rand(4, 3, 2, 2), torch.tensor([0, 1, 2, 0])
     check_batch(x, y, 3)
-    check_batch(torch.tensor([[-1e-7], [1 + 1e-7]]), y[:2], 3)
+    check_batch(torch.tensor([[-7e-7], [1 + 7e-7]]), y[:2], 3)
     for images, labels, message in (
         (x * 255, y, r"range from .* expected all of them in \[0, 1\]"),
         (x - 0.5, y, "range from -0"),
+        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times what rounding is given
+        (x.masked_fill(torch.arange(2) == 1, 1 + 3e-6), y, "range from .* to 1"),
         (x.clone().fill_(float("nan")), y, "nan"),
         (x.masked_fill(torch.arange(4).view(4, 1, 1, 1) == 1, float("inf")), y, "inf"),
         ((x * 255).byte(), y, "torch.uint8, expected float"),

@@ -18,14 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harp.batches import Augment, Batches, ResizedCrop
-from harp.data import DataSet, Split, holdout, load
+from harp.data.batches import Augment, Batches, ResizedCrop
+from harp.data.formats import Place
+from harp.data.registry import DataSet, Split, holdout, load
+from harp.data.streaming.images import Streamed
+from harp.data.streaming.unreadable import Corrupt
+from harp.data.streaming.workers import PREFETCH, Checking, Job, Loading, default_workers
 from harp.errors import DataError, RecipeError
-from harp.readers import Place
-from harp.streaming.corrupt import Corrupt
-from harp.streaming.loading import PREFETCH, Checking, Job, Loading, default_workers
-from harp.streaming.streamed import Streamed
-from tests.pictures import encoded, fill
+from support.pictures import damage, encoded, fill
 
 pytest.importorskip("PIL.Image")
 
@@ -96,7 +96,7 @@ def test_the_fingerprint_reads_no_image(tmp_path: Path, monkeypatch: pytest.Monk
         return load("folder", tmp_path, options.pop("size", 8), stream=True, **options).fingerprint()
 
     first = tmp_path / "train/class0/000.jpg"
-    monkeypatch.setattr("harp.streaming.streamed.decode", None)
+    monkeypatch.setattr("harp.data.streaming.images.decode", None)
     seen = [fingerprint()]
     assert fingerprint() == seen[0]
     seen += [fingerprint(size=9), fingerprint(margin=1.25)]
@@ -242,8 +242,8 @@ def wait_until_gone(*pids: str, seconds: float = 60) -> None:
 
 SCRIPT = """
 import sys, time
-from harp.batches import Batches
-from harp.data import load
+from harp.data.batches import Batches
+from harp.data.registry import load
 
 if __name__ == "__main__":
     batches = Batches(load("folder", sys.argv[1], 8, stream=True).train, 2, workers=2)
@@ -280,20 +280,6 @@ def test_what_makes_no_sense(streamed: DataSet, memory: DataSet) -> None:
 
 
 # --- damaged images in training
-
-
-def damage(root: Path) -> list[str]:
-    """Spoil five of thirty training images."""
-    spoilt = {
-        "train/class0/003.png": b"",
-        "train/class1/004.jpg": b"<html>",
-        "train/class1/007.png": encoded(7, kind="PNG")[:100],
-        "train/class2/005.png": bytes(99),
-        "train/class0/012.jpg": encoded(12)[:-200],
-    }
-    for name, data in spoilt.items():
-        (root / name).write_bytes(data)
-    return list(spoilt)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -385,7 +371,7 @@ def test_memory_is_flat(tmp_path: Path, workers: int) -> None:
 
 
 def _repeated(path: Path, count: int) -> Streamed:
-    from harp.readers import Centre, whole_files
+    from harp.data.formats import Centre, whole_files
 
     return Streamed(whole_files(str(path.parent), [path.name] * count, [path.stat().st_size] * count), Centre(96))
 
@@ -395,7 +381,7 @@ def _resident(pid: int) -> int:
 
 
 def test_places_have_their_bytes(tmp_path: Path) -> None:
-    from harp.readers import read_place
+    from harp.data.formats import read_place
 
     path = tmp_path / "a"
     path.write_bytes(b"0123456789")

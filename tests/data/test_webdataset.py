@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from harp import sharding
-from harp.data import load
+from harp.data import webdataset
+from harp.data.registry import load
+from harp.data.webdataset import write_shards
 from harp.errors import DataError, RecipeError
-from harp.sharding import write_shards
-from tests.conftest import Harp
-from tests.pictures import encoded, fill
+from support.commands import Harp
+from support.pictures import encoded, fill
 
 pillow = pytest.importorskip("PIL.Image")
 
@@ -40,7 +40,7 @@ def test_shards_hold_the_same_images(tmp_path: Path) -> None:
 def test_it_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fill(tmp_path / "pictures")
     write_shards(source, tmp_path / "once", count=8, size=10)
-    real, calls = sharding._write, []
+    real, calls = webdataset._write, []
 
     def stops(path: Path, *rest: object) -> list[str]:
         calls.append(path.name)
@@ -49,7 +49,7 @@ def test_it_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.Mon
         return real(path, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sharding, "_write", stops)
+        patched.setattr(webdataset, "_write", stops)
         with pytest.raises(KeyboardInterrupt):
             write_shards(source, tmp_path / "twice", count=8, size=10)
     assert list(archives(tmp_path / "twice")) == ["train-000000.tar", "train-000001.tar"]

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from harp import models, survey
-from harp.bench import clock, fresh, measuring, prepared
-from harp.bench.clock import latencies
-from harp.bench.prepared import Prepared
-from harp.bench.runtimes import RUNTIMES, Runtime
+from harp import models
 from harp.cli import app
+from harp.deploy.bench import clock, fresh, measuring, prepared
+from harp.deploy.bench.clock import latencies
+from harp.deploy.bench.prepared import Prepared
+from harp.deploy.bench.runtimes import RUNTIMES, Runtime
+from harp.engine.native import bindings
 from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
-from harp.sparse import native
-from tests import finished_run
-from tests.cases import ConvNet
+from harp.experiments import plan
+from harp.system import memory
+from support import finished_run
+from support.cases import ConvNet
 
 SHAPE = (3, 16, 16)
 ALONE = {"import_seconds": 0.2, "open_seconds": 0.1, "first_seconds": 0.05, "peak_bytes": 5_000_000, "added_bytes": 7}
@@ -74,7 +76,7 @@ def test_every_runtime_computes_the_same_network(made: Prepared, quick: None) ->
 
 
 def test_times_that_are_torchs_are_told(made: Prepared, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(bindings, "kernels", lambda: None)
     told = measuring.measure(made, batches=[1], repeats=1)["notes"]
     assert any("no native code" in note for note in told)
 
@@ -97,9 +99,11 @@ def test_a_fresh_process_tells_seconds_and_memory_and_needs_no_torch(made: Prepa
     found = fresh.measure("sparse", made.files["sparse"], images, 1)
     assert all(found[key] > 0 for key in ("import_seconds", "open_seconds", "first_seconds"))
     if sys.platform == "linux":
-        assert 0 < found["peak_bytes"] < fresh.most_resident(), "not that of this process, which has torch"
+        assert 0 < found["peak_bytes"] < memory.most_resident(), "not that of this process, which has torch"
         assert 0 <= found["added_bytes"] < found["peak_bytes"]
-    code = "import sys; from harp.bench import fresh; fresh.main(*sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from harp.deploy.bench import fresh; fresh.main(*sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code, "sparse", str(made.files["sparse"]), str(images), "1"], check=True)
 
 
@@ -195,7 +199,7 @@ def test_a_run_is_measured_against_its_architecture_before_any_cut(
 ) -> None:
     content = finished_run.content(data="fashion", model={"name": "resnet8", "width": 0.5}, keep=0.1, units=units)
     model = finished_run.make(tmp_path / "run", content)
-    found = prepared.of(survey.Subject(str(tmp_path / "run")), tmp_path)
+    found = prepared.of(plan.Subject(str(tmp_path / "run")), tmp_path)
     whole = models.build("resnet8", num_classes=10, shape=(1, 28, 28), width=0.5)
     assert found.shape == (1, 28, 28)
     assert found.dense_bytes == 4 * sum(parameter.numel() for parameter in whole.parameters())

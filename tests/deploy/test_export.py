@@ -14,20 +14,22 @@ from torch import nn
 from typer.testing import CliRunner
 
 import harp
-from harp import checkpoint, compact, files
 from harp.cli import app
-from harp.compact.reader import read_sparse
-from harp.display import Quiet
-from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
-from harp.export import asking, codings, formats, making
-from harp.export import subject as subjects
-from harp.sparse import reference
-from harp.sparse.capture import capture
-from harp.sparse.graph import Graph
-from harp.sparse.storing import pack
-from harp.sparse.unread import read_channels
-from tests import finished_run
-from tests.cases import batch, build
+from harp.deploy.export import check, codings, formats, write
+from harp.deploy.export import source as subjects
+from harp.engine import format
+from harp.engine.capture.capture import capture
+from harp.engine.format.reader import read_sparse
+from harp.engine.graph import reference
+from harp.engine.graph.nodes import Graph
+from harp.engine.graph.unread_channels import read_channels
+from harp.engine.store import pack
+from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError, RunFolderError
+from harp.system import files
+from harp.system.progress import Quiet
+from harp.system.tensors import load_tensors
+from support import finished_run
+from support.cases import batch, build
 
 TINY = {"name": "tinynet", "width": 6}
 
@@ -98,7 +100,7 @@ def test_the_sparse_file_holds_the_kept_weights(weights: tuple[Path, dict[str, A
     assert manifest["files"]["network.harp"]["check"]["torch"] is False
     network = harp.load(folder / "export" / "network.harp")
     images = torch.rand(5, 1, 28, 28)
-    _, tensors, _ = compact.load(folder / "export" / "network.harp")
+    _, tensors, _ = format.load(folder / "export" / "network.harp")
     expected = reference.run(graph, tensors, images)
     assert torch.allclose(network(images), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert np.array_equal(network(images.numpy()), network(images).numpy())
@@ -107,8 +109,8 @@ def test_the_sparse_file_holds_the_kept_weights(weights: tuple[Path, dict[str, A
 
 def test_the_other_files_are_plain(weights: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = weights
-    tensors, _ = checkpoint.load_tensors(folder / "export" / "network.safetensors")
-    original, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    tensors, _ = load_tensors(folder / "export" / "network.safetensors")
+    original, _ = load_tensors(folder / "model.safetensors")
     assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in original.items()}
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(str(folder / "export" / "network.onnx")).graph
@@ -121,7 +123,7 @@ def test_a_run_without_its_channels(tmp_path: Path) -> None:
     small = run_of(tmp_path / "run", keep=0.4, **made)
     subject = subjects.of(str(tmp_path / "run"), None, None, None, Quiet(), needs_data=False)
     assert subject.cut is not None
-    manifest = making.export(subject, tmp_path / "out", ["sparse", "safetensors"], values="f32")
+    manifest = write.export(subject, tmp_path / "out", ["sparse", "safetensors"], values="f32")
     parameters = sum(p.numel() for p in small.parameters())
     assert manifest["dense_bytes"] > 4 * parameters
     assert manifest["files"]["network.harp"]["deviation"] < 1e-5, "f32 is exact"
@@ -168,11 +170,11 @@ def test_wrong_options(weights: tuple[Path, dict[str, Any]], arguments: list[str
 def test_targets_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no folder"):
         subjects.of(str(tmp_path / "nothing"), None, None, None, Quiet(), needs_data=False)
-    with pytest.raises(RecipeError, match="is no run"):
+    with pytest.raises(RunFolderError, match="is no run"):
         subjects.of(str(tmp_path), None, None, None, Quiet(), needs_data=False)
     run_of(tmp_path / "half")
     (tmp_path / "half" / "summary.json").unlink()
-    with pytest.raises(RecipeError, match="is not finished"):
+    with pytest.raises(RunFolderError, match="is not finished"):
         subjects.of(str(tmp_path / "half"), None, None, None, Quiet(), needs_data=False)
 
 
@@ -187,7 +189,7 @@ def test_a_folder_that_can_not_be_written(weights: tuple[Path, dict[str, Any]], 
     subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't write to"):
-        making.export(subject, tmp_path / "file" / "out", ["sparse"])
+        write.export(subject, tmp_path / "file" / "out", ["sparse"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError])
@@ -196,15 +198,15 @@ def test_nothing_half_is_left(
 ) -> None:
     subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
 
-    def stop(form: str, path: Path, *rest: Any) -> asking.Checked:
+    def stop(form: str, path: Path, *rest: Any) -> check.Checked:
         assert path.stat().st_size > 0
         if form == "safetensors":
             raise error("stop")
-        return asking.Checked(1, 0.0, 0, False)
+        return check.Checked(1, 0.0, 0, False)
 
-    monkeypatch.setattr(making, "ask", stop)
+    monkeypatch.setattr(write, "ask", stop)
     with pytest.raises(error):
-        making.export(subject, tmp_path / "out", ["sparse", "safetensors"])
+        write.export(subject, tmp_path / "out", ["sparse", "safetensors"])
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -213,19 +215,19 @@ def test_a_file_that_answers_otherwise_is_refused(weights: tuple[Path, dict[str,
     images = torch.rand(4, 1, 28, 28)
     network = harp.load(folder / "export" / "network.harp")
     logits = network(images)
-    good = asking.ask("sparse", folder / "export" / "network.harp", images, logits, {})
+    good = check.ask("sparse", folder / "export" / "network.harp", images, logits, {})
     assert good.error < 1e-6
     with pytest.raises(ModelError, match="answers otherwise than the network"):
-        asking.ask("sparse", folder / "export" / "network.harp", images, logits * 1.001, {})
+        check.ask("sparse", folder / "export" / "network.harp", images, logits * 1.001, {})
     files.write_bytes(tmp_path / "bad.harp", (folder / "export" / "network.harp").read_bytes()[:-1])
     with pytest.raises(ModelError, match="cut or damaged"):
-        asking.ask("sparse", tmp_path / "bad.harp", images, logits, {})
+        check.ask("sparse", tmp_path / "bad.harp", images, logits, {})
 
 
 def test_the_date_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(RecipeError, match="SOURCE_DATE_EPOCH=yesterday"):
-        making._date()
+        write._date()
 
 
 # The file with a graph in it.
@@ -252,7 +254,7 @@ def test_biases_that_nobody_reads_are_left_out(residual: Any, tmp_path: Path) ->
     assert header["classes"] == 4
     x = batch(6)[0]
     assert torch.allclose(harp.load(tmp_path / "a.harp")(x), model(x).detach(), atol=1e-5)
-    _, read, _ = compact.load(tmp_path / "a.harp")
+    _, read, _ = format.load(tmp_path / "a.harp")
     assert torch.allclose(reference.run(graph, read, x), model(x).detach(), atol=1e-5)
 
 
@@ -299,25 +301,25 @@ def test_what_torch_has_to_compute_is_in_the_file(tmp_path: Path) -> None:
 def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
     _, graph, tensors, masks = residual
     path = tmp_path / "a.harp"
-    compact.write(path, tensors, masks, {})
+    format.write(path, tensors, masks, {})
     with pytest.raises(CheckpointError, match="no graph"):
         harp.load(path)
-    compact.write(path, tensors, masks, {"graph": {"nodes": [{"op": "exec"}]}})
+    format.write(path, tensors, masks, {"graph": {"nodes": [{"op": "exec"}]}})
     with pytest.raises(CheckpointError, match="unknown operation"):
         harp.load(path)
     fewer = {name: tensor for name, tensor in tensors.items() if name != "linear.bias"}
-    compact.write(path, fewer, masks, {"graph": graph.as_dict()})
+    format.write(path, fewer, masks, {"graph": graph.as_dict()})
     with pytest.raises(CheckpointError, match=r"needs a tensor 'linear\.bias'"):
         harp.load(path)
-    compact.write(path, tensors, masks, {"graph": graph.as_dict()})
+    format.write(path, tensors, masks, {"graph": graph.as_dict()})
     with pytest.raises(CheckpointError, match="limit of 100"):
         harp.load(path, limit=100)
     huge = {"nodes": [{"op": "input", "shape": [1, 1 << 14, 1 << 14]}, {"op": "mean"}]}
-    compact.write(path, {}, {}, {"graph": huge})
+    format.write(path, {}, {}, {"graph": huge})
     with pytest.raises(CheckpointError, match="computing an image may take"):
         harp.load(path)
     bad = {"op": "torch", "shape": [4], "attributes": {"op": "aten.from_file.default", "args": ["/etc/passwd"]}}
-    compact.write(path, tensors, masks, {"graph": {"nodes": [*graph.as_dict()["nodes"], bad]}})
+    format.write(path, tensors, masks, {"graph": {"nodes": [*graph.as_dict()["nodes"], bad]}})
     with pytest.raises(CheckpointError, match="no function that a network in a file may call"):
         harp.load(path)
     with pytest.raises(CheckpointError, match="No such file"):
@@ -327,15 +329,15 @@ def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
 def test_a_second_export_adds_to_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "ask", lambda *_: asking.Checked(1, 0.0, 0, False))
+    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
     subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
     out = tmp_path / "out"
-    making.export(subject, out, ["sparse"], values="f32")
-    manifest = making.export(subject, out, ["safetensors"])
+    write.export(subject, out, ["sparse"], values="f32")
+    manifest = write.export(subject, out, ["safetensors"])
     assert list(manifest["files"]) == ["network.harp", "network.safetensors"]
     assert manifest["files"]["network.harp"]["values"] == "f32"
     (out / "network.safetensors").write_bytes(b"something else")
-    assert list(making.export(subject, out, ["sparse"])["files"]) == ["network.harp"]
+    assert list(write.export(subject, out, ["sparse"])["files"]) == ["network.harp"]
 
 
 class Noting(Quiet):
@@ -351,21 +353,21 @@ class Noting(Quiet):
 def test_an_export_of_another_network_leaves_nothing_of_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(making, "ask", lambda *_: asking.Checked(1, 0.0, 0, False))
+    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
     subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
     out = tmp_path / "out"
-    making.export(subject, out, ["sparse", "safetensors", "torch-export"])
+    write.export(subject, out, ["sparse", "safetensors", "torch-export"])
     (out / "network.pt2").write_bytes(b"changed by somebody")
     with torch.no_grad():
         next(subject.model.parameters()).mul_(0.5)
     said = Noting()
-    manifest = making.export(subject, out, ["sparse"], display=said)
+    manifest = write.export(subject, out, ["sparse"], display=said)
     assert list(manifest["files"]) == ["network.harp"]
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "network.harp", "network.pt2"]
     assert [note for note in said.notes if note.startswith("removed network.safetensors: of another network")]
 
 
 def test_a_check_that_does_not_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "PATIENCE", 0.01)
+    monkeypatch.setattr(check, "PATIENCE", 0.01)
     with pytest.raises(ModelError, match=r"sparse file has not answered 2 images in 0\.01 seconds"):
-        asking.ask("sparse", tmp_path / "a.harp", torch.zeros(2, 1), torch.zeros(2, 1), {})
+        check.ask("sparse", tmp_path / "a.harp", torch.zeros(2, 1), torch.zeros(2, 1), {})

@@ -13,29 +13,37 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import assault, checkpoint, compact, data, deployed, files, models, report
+from harp import models
 from harp.attacks import Apgd, Ball, Pgd, Square
-from harp.deployed import manifest, twin, verdicts
-from harp.deployed.opening import Artefact, opened
-from harp.deployed.queried import Queried
-from harp.display import Quiet
+from harp.attacks.fast_forward import frozen
+from harp.data import registry
+from harp.deploy import exported_eval
+from harp.deploy.exported_eval import checks, manifest, surrogate
+from harp.deploy.exported_eval.open import Artefact, opened
+from harp.deploy.exported_eval.query_only import Queried
+from harp.engine import format, store
+from harp.engine.capture.capture import Captured, capture
+from harp.engine.graph import reference
+from harp.engine.graph.nodes import Graph
+from harp.engine.graph.torch_module import InTorch
 from harp.errors import CheckpointError, DataError, HarpError, Interrupted, ModelError
-from harp.frozen import frozen
-from harp.keeper import Stop
-from harp.report import collect
-from harp.sparse import reference, storing
-from harp.sparse.capture import Captured, capture
-from harp.sparse.graph import Graph
-from harp.sparse.in_torch import InTorch
-from tests import cases, finished_run
-from tests.conftest import Harp
+from harp.evaluation import runner
+from harp.models.weights import fingerprint, save_model
+from harp.reports import html
+from harp.reports.html import collect
+from harp.system import files
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet
+from harp.system.tensors import load_tensors
+from support import cases, finished_run
+from support.commands import Harp
 
 BALL = Ball(0.1, "linf")
 
 
 def trained(model: nn.Module, steps: int, rate: float) -> nn.Module:
     """A model after a few steps on the digits."""
-    train = data.load("digits").train
+    train = registry.load("digits").train
     x = train.images.float() / 255
     optimizer = torch.optim.Adam(model.parameters(), rate)
     for _ in range(steps):
@@ -53,7 +61,7 @@ def network() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def captured(network: nn.Module) -> Captured:
-    return capture(network, data.load("digits").test.images[:4].float() / 255)
+    return capture(network, registry.load("digits").test.images[:4].float() / 255)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def linear() -> nn.Module:
 
 
 def write_harp(path: Path, captured: Captured, model: nn.Module, **header: Any) -> Path:
-    files.write_bytes(path, storing.pack(captured.graph, captured.tensors(model), {}, header))
+    files.write_bytes(path, store.pack(captured.graph, captured.tensors(model), {}, header))
     return path
 
 
@@ -106,13 +114,13 @@ def write_onnx(
     return path
 
 
-def subjects(path: Path, **wishes: Any) -> deployed.Subjects:
+def subjects(path: Path, **wishes: Any) -> exported_eval.Subjects:
     artefact = opened(path)
-    return deployed.prepared(artefact, deployed.origin_of(artefact), data_name="digits", **wishes)
+    return exported_eval.prepared(artefact, exported_eval.origin_of(artefact), data_name="digits", **wishes)
 
 
-def tried(made: deployed.Subjects, folder: Path | None = None, **more: Any) -> deployed.Trial:
-    return deployed.Trial(made, folder, **{"examples": 60, "seed": 1, "batch": 32, **more})
+def tried(made: exported_eval.Subjects, folder: Path | None = None, **more: Any) -> exported_eval.Trial:
+    return exported_eval.Trial(made, folder, **{"examples": 60, "seed": 1, "batch": 32, **more})
 
 
 def bits(found: dict[str, Any]) -> list[bool]:
@@ -128,7 +136,7 @@ def run(tmp_path: Path, network: nn.Module) -> Path:
     finished_run.make(
         folder, made, results=[finished_run.score("natural", 450, 500, data="digits", low=0.87, high=0.93)]
     )
-    checkpoint.save_model(folder / "model.safetensors", network)
+    save_model(folder / "model.safetensors", network)
     return folder
 
 
@@ -170,7 +178,7 @@ def test_other_files_are_other_networks(network: nn.Module, captured: Captured, 
     one = opened(write_harp(tmp_path / "a.harp", captured, network))
     other = opened(write_harp(tmp_path / "b.harp", captured, network, note="other"))
     again = opened(write_harp(tmp_path / "c.harp", captured, network))
-    prints = [checkpoint.fingerprint(each.model) for each in (one, other, again)]
+    prints = [fingerprint(each.model) for each in (one, other, again)]
     assert prints[0] == prints[2] != prints[1] and one.sha256 == again.sha256
 
 
@@ -202,20 +210,22 @@ def test_what_is_found_on_the_twin_is_replayed(network: nn.Module, captured: Cap
     """By hand: the attack on the twin, and the file's answers about what it found."""
     wrong = damaged(network, 0.6)
     made = subjects(write_harp(tmp_path / "m.harp", captured, wrong))
-    made = deployed.Subjects(made.artefact, made.origin, made.data, BALL, twin.Twin(network, "the trained one"))
+    made = exported_eval.Subjects(
+        made.artefact, made.origin, made.data, BALL, surrogate.Twin(network, "the trained one")
+    )
     trial = tried(made, tmp_path / "out", store=True)
     for name, attack in (("pgd-5", Pgd(0.1, steps=5)), ("apgd-ce-10", Apgd(0.1, steps=10))):
         found = trial.under(name, attack)
         stored = sorted((tmp_path / "out" / "twin").glob(f"accuracy-{name}-*/*.safetensors"))
-        portions = [checkpoint.load_tensors(file)[0] for file in stored]
+        portions = [load_tensors(file)[0] for file in stored]
         tensors = {key: torch.cat([portion[key] for portion in portions]) for key in portions[0]}
         expected = made.artefact.model(tensors["images"]).argmax(1) == tensors["labels"]
         assert bits(found["deployed"]) == expected.tolist()
         assert bits(found["torch"]) == (network(tensors["images"]).argmax(1) == tensors["labels"]).tolist()
         assert bits(found["deployed"]) != bits(found["torch"]), "the damaged file must answer otherwise somewhere"
         assert found["deployed"]["value"] == pytest.approx(expected.double().mean().item())
-        assert found["deployed"]["network"] == checkpoint.fingerprint(made.artefact.model)
-        assert found["torch"]["network"] == checkpoint.fingerprint(network)
+        assert found["deployed"]["network"] == fingerprint(made.artefact.model)
+        assert found["torch"]["network"] == fingerprint(network)
 
 
 def test_robust_is_what_neither_replay_nor_queries_break(
@@ -366,10 +376,10 @@ def test_interrupted_work_goes_on_and_ends_the_same(
 def test_an_attack_shows_a_witness_all_shards(
     network: nn.Module, linear: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test = data.load("digits").test
-    monkeypatch.setattr(assault, "_SHARD", 10 * 64 * 4)
+    test = registry.load("digits").test
+    monkeypatch.setattr(runner, "SHARD", 10 * 64 * 4)
     images, labels = test.images[:35], test.labels[:35]
-    work = assault.Assault(network, images, labels, None, classes=10, batch=10, witness=linear)
+    work = runner.Assault(network, images, labels, None, classes=10, batch=10, witness=linear)
     outcome = work.run()
     expected = linear(images.float() / 255).argmax(1) == labels
     assert torch.equal(outcome.witnessed, expected) and work.count == 4
@@ -378,7 +388,7 @@ def test_an_attack_shows_a_witness_all_shards(
 def test_the_curve_is_replayed(
     network: nn.Module, captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harp.deployed.trial.CURVE", (0.5, 4.0))
+    monkeypatch.setattr("harp.deploy.exported_eval.evaluate.CURVE", (0.5, 4.0))
     trial = tried(subjects(write_harp(tmp_path / "m.harp", captured, network)), examples=20)
     points = trial.curve(BALL)
     assert [point["epsilon"] for point in points] == [0.0, 0.05, 0.4]
@@ -395,7 +405,7 @@ def test_onnx_with_a_twin(harp: Harp, linear: nn.Module, tmp_path: Path) -> None
     (tmp_path / "net.py").write_text(
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     )
-    checkpoint.save_model(tmp_path / "m.safetensors", linear)
+    save_model(tmp_path / "m.safetensors", linear)
     words = ["evaluate", "m.onnx", "--data", "digits", "--examples", "50", "--epsilon", "0.1", "--json"]
     words += ["--attack", "pgd-3", "--attack", "square-20", "--twin", "net.py:make", "--weights", "m.safetensors"]
     code, out, err = harp(*words)
@@ -442,8 +452,8 @@ def test_a_manifest_that_lists_others_is_not_taken(
     wrong = {"architecture": {"name": "vgg16"}, "data": "cifar10", "files": {"new.harp": {"sha256": "0" * 64}}}
     (tmp_path / "manifest.json").write_text(json.dumps(wrong))
     path = write_harp(tmp_path / "old.harp", captured, network, data="digits")
-    origin = deployed.origin_of(opened(path))
-    assert origin.unlisted and origin.data == "digits" and "architecture" not in origin.told
+    origin = exported_eval.origin_of(opened(path))
+    assert origin.unlisted and origin.data == "digits" and "architecture" not in origin.manifest
     code, out, err = harp("evaluate", str(path), "--examples", "9", "--attack", "square-3", "--json")
     assert code == 0 and "does not list it" in err, err
     (found,) = (check for check in json.loads(out)["checks"] if check["check"] == "integrity")
@@ -457,7 +467,7 @@ def test_the_run_of_a_file_is_found_by_name_or_recipe(
     run: Path, network: nn.Module, captured: Captured, tmp_path: Path
 ) -> None:
     def found(path: Path, **provenance: str) -> Path | None:
-        return deployed.origin_of(opened(write_harp(path, captured, network, provenance=provenance))).run
+        return exported_eval.origin_of(opened(write_harp(path, captured, network, provenance=provenance))).run
 
     assert found(run / "export" / "m.harp") == run
     assert found(run / "export" / "m.harp", run=run.name) == run
@@ -488,7 +498,7 @@ def test_weights_beside_an_onnx_file_are_part_of_it(linear: nn.Module, tmp_path:
     beside.write_bytes(bytes(content))
     other = opened(path)
     assert one.sha256 == other.sha256
-    assert checkpoint.fingerprint(one.model) != checkpoint.fingerprint(other.model)
+    assert fingerprint(one.model) != fingerprint(other.model)
     beside.unlink()
     with pytest.raises(CheckpointError, match=r"can't read .*m\.onnx\.data, which m\.onnx needs"):
         opened(path)
@@ -527,10 +537,10 @@ def test_wrong_wishes_are_one_line(
 ) -> None:
     write_harp(tmp_path / "m.harp", captured, network)
     (tmp_path / "cut.harp").write_bytes((tmp_path / "m.harp").read_bytes()[:-9])
-    compact.write(tmp_path / "bare.harp", {"w": torch.ones(3)}, {}, {})
+    format.write(tmp_path / "bare.harp", {"w": torch.ones(3)}, {}, {})
     narrow = models.build("tinynet", num_classes=5, shape=(1, 8, 8), width=4).eval()
     write_harp(tmp_path / "five.harp", capture(narrow, torch.rand(3, 1, 8, 8)), narrow)
-    checkpoint.save_model(tmp_path / "five.safetensors", narrow)
+    save_model(tmp_path / "five.safetensors", narrow)
     (tmp_path / "five.py").write_text(
         "from harp import models\nmake = lambda: models.build('tinynet', num_classes=5, shape=(1, 8, 8), width=4)\n"
     )
@@ -566,7 +576,7 @@ def test_wrong_wishes_are_one_line(
 def test_a_checkpoint_is_a_twin_if_the_architecture_is_known(
     run: Path, network: nn.Module, captured: Captured, tmp_path: Path
 ) -> None:
-    checkpoint.save_model(tmp_path / "w.safetensors", network)
+    save_model(tmp_path / "w.safetensors", network)
     told = {"architecture": {"name": "tinynet", "options": {"width": 4}}, "normalisation": None}
     made = subjects(write_harp(tmp_path / "m.harp", captured, network, **told), twin=str(tmp_path / "w.safetensors"))
     assert made.twin is not None and made.twin.words == "w.safetensors" and made.original is None
@@ -624,10 +634,10 @@ def test_strange_manifests_never_surprise(told: dict[str, Any]) -> None:
     origin = manifest.Origin(told, manifest._run(Path("/nowhere"), told))
     assert origin.data is None or isinstance(origin.data, str)
     assert isinstance(origin.sha256_of("m"), str | None)
-    assert twin._stated(origin).epsilon >= 0
-    assert all(one.verdict for one in verdicts.stated({"value": 0.5, "low": 0.4, "high": 0.6, "data": "x"}, origin))
+    assert surrogate._stated(origin).epsilon >= 0
+    assert all(one.verdict for one in checks.stated({"value": 0.5, "low": 0.4, "high": 0.6, "data": "x"}, origin))
     try:
-        twin._architecture(origin, "w")
+        surrogate._architecture(origin, "w")
     except HarpError as error:
         assert "\n" not in str(error)
 
@@ -637,7 +647,7 @@ def test_a_broken_manifest_is_one_line(network: nn.Module, captured: Captured, t
     for content in ("{", "[]", '"x"'):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            deployed.origin_of(artefact)
+            exported_eval.origin_of(artefact)
 
 
 def test_the_header_tells_the_data_set(harp: Harp, network: nn.Module, captured: Captured, tmp_path: Path) -> None:
@@ -667,9 +677,9 @@ def test_answers_that_depend_on_more_than_the_image_are_seen() -> None:
 
     calls: Iterator[int] = iter(range(10_000))
     images = torch.rand(8, 1, 8, 8)
-    assert verdicts.determinism(artefact_of(ten), images).verdict == "good"
-    assert verdicts.determinism(artefact_of(lambda x: ten(x) + next(calls)), images).verdict == "bad"
-    mixed = verdicts.determinism(artefact_of(lambda x: ten(x) - ten(x).mean()), images)
+    assert checks.determinism(artefact_of(ten), images).verdict == "good"
+    assert checks.determinism(artefact_of(lambda x: ten(x) + next(calls)), images).verdict == "bad"
+    mixed = checks.determinism(artefact_of(lambda x: ten(x) - ten(x).mean()), images)
     assert mixed.verdict == "bad" and "beside it" in mixed.text
     with pytest.raises(ModelError, match="expected floats of shape"):
         artefact_of(lambda x: x.flatten())
@@ -685,13 +695,13 @@ def test_replays_that_do_not_hold_are_seen() -> None:
     clean = test("natural", "images", "1" * 100, "1" * 100)
     held = test("pgd-20", "replayed", "1" * 50 + "0" * 50, "1" * 50 + "0" * 50)
     slipped = test("pgd-20", "replayed", "1" * 50 + "0" * 50, "1" * 60 + "0" * 40)
-    assert [one.verdict for one in verdicts.replays(clean, [clean, held])] == ["good"]
-    (found,) = verdicts.replays(clean, [clean, slipped])
+    assert [one.verdict for one in checks.replays(clean, [clean, held])] == ["good"]
+    (found,) = checks.replays(clean, [clean, slipped])
     assert found.verdict == "bad" and "of 50 images that the twin gets wrong the artefact gets 10 right" in found.text
     apart = test("natural", "images", "0" * 20 + "1" * 80, "1" * 100)
-    assert "20 of 100 clean images are right in the artefact only" in verdicts.replays(apart, [apart, held])[-1].text
+    assert "20 of 100 clean images are right in the artefact only" in checks.replays(apart, [apart, held])[-1].text
     square = {**test("square", "queries", "", "1" * 40 + "0" * 60), "torch": None}
-    (asked,) = verdicts.queries([clean, held, square])
+    (asked,) = checks.queries([clean, held, square])
     assert asked.verdict == "look" and "fools 10 of 50 images" in asked.text
 
 
@@ -702,7 +712,7 @@ def test_the_report_shows_both(harp: Harp, run: Path, network: nn.Module, captur
     path = write_harp(run / "export" / "network.harp", captured, network)
     words = ["evaluate", str(path), "--attack", "pgd-2", "--attack", "square-9", "--json"]
     found = json.loads(harp(*words, "--examples", "40")[1])
-    built = {made.suffix: made.read_text("utf-8") for made in report.build([run], tmp_path / "r.html")}
+    built = {made.suffix: made.read_text("utf-8") for made in html.build([run], tmp_path / "r.html")}
     natural = f"{100 * found['tests'][0]['deployed']['value']:.1f} %"
     for text in (built[".html"], built[".md"]):
         for word in ("As deployed", "in torch", "network.harp", natural, found["artefact"]["sha256"], "the graph in"):
@@ -719,7 +729,7 @@ def test_the_report_shows_both(harp: Harp, run: Path, network: nn.Module, captur
     harp(*words, "--examples", "30")
     (record,) = collect.read([run])[0].deployed
     assert record.artefact.sha256 == opened(path).sha256 and {test.deployed.n for test in record.tests} == {30}
-    assert "a check of the deployed file failed" in report.build([run], tmp_path / "s.html")[2].read_text("utf-8")
+    assert "a check of the deployed file failed" in html.build([run], tmp_path / "s.html")[2].read_text("utf-8")
 
 
 def test_several_evaluations_of_a_file_are_one(run: Path) -> None:
@@ -744,7 +754,7 @@ def test_several_evaluations_of_a_file_are_one(run: Path) -> None:
 def test_graphs_are_read_from_files_as_they_are(network: nn.Module, captured: Captured, tmp_path: Path) -> None:
     """The twin has the weights of the file, rounded as there, and not those of the network that was exported."""
     path = write_harp(tmp_path / "m.harp", captured, network)
-    header, tensors, _ = compact.load(path)
+    header, tensors, _ = format.load(path)
     made = opened(path).graph
     assert made is not None
     x = torch.rand(9, 1, 8, 8)

@@ -12,16 +12,20 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from harp import artefact, assess, checkpoint, cost, finished, masks, recipe, shrink
-from harp.channels import Channels, Cut, Latency
-from harp.channels.latency import Speed
 from harp.cli import app
-from harp.compare import Comparison
+from harp.deploy import slim
 from harp.errors import HarpError, Interrupted, ModelError, RecipeError
-from harp.masks import apply
-from harp.pruners import Hydra, Magnitude
-from harp.run import Run
-from harp.study import parse as parse_study
+from harp.evaluation import accuracy
+from harp.experiments import artefact, build, finished_run, recipe
+from harp.experiments.compare import Comparison
+from harp.experiments.run import Run
+from harp.experiments.study import parse as parse_study
+from harp.pruning import macs, masks
+from harp.pruning.channels import Channels, Cut, Latency
+from harp.pruning.channels.latency import Speed
+from harp.pruning.masks import apply
+from harp.pruning.methods import Hydra, Magnitude
+from harp.system.tensors import load_tensors
 
 CONTENT: dict[str, Any] = {
     "name": "small",
@@ -60,13 +64,13 @@ def test_a_channel_run_leaves_a_smaller_network_within_its_budget(run: Run) -> N
     budget = summary["budget"]
     assert (budget["kind"], budget["unit"]) == ("channels", "FLOPs")
     assert budget["kept"] <= budget["total"] == round(0.4 * budget["size"])
-    tensors, _ = checkpoint.load_tensors(folder / "model.safetensors")
+    tensors, _ = load_tensors(folder / "model.safetensors")
     assert sum(t.numel() for t in tensors.values()) < 0.8 * sum(
         t.numel() for t in run.units.model.state_dict().values()
     )
-    small = assess.build(run.recipe.model, run.data, None)
+    small = build.build(run.recipe.model, run.data, None)
     artefact.load(folder, small)
-    counted = cost.cost(small, run.data.shape, {})
+    counted = macs.cost(small, run.data.shape, {})
     assert summary["cost"]["macs_kept"] == counted["macs"] < summary["cost"]["macs"]
     assert summary["cost"]["parameters_kept"] == sum(p.numel() for p in small.parameters())
     by_macs = Channels(run.units.model, torch.rand(1, *run.data.shape), budget="macs")
@@ -75,10 +79,10 @@ def test_a_channel_run_leaves_a_smaller_network_within_its_budget(run: Run) -> N
 
 def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Run) -> None:
     stages = [run.stage_folder(number) for number in range(3)]
-    sizes = [sum(t.numel() for t in checkpoint.load_tensors(f / "model.safetensors")[0].values()) for f in stages]
+    sizes = [sum(t.numel() for t in load_tensors(f / "model.safetensors")[0].values()) for f in stages]
     assert sizes[0] == sizes[1] > sizes[2]
-    subject = assess.load(str(run.folder()), None, None, None)
-    result, _ = assess.measure(subject.model, run.data, "natural", None, examples=60, seed=0)
+    subject = build.load(str(run.folder()), None, None, None)
+    result, _ = accuracy.measure(subject.model, run.data, "natural", None, examples=60, seed=0)
     summary = json.loads((run.folder() / "summary.json").read_text())
     assert result["value"] == next(r["value"] for r in summary["results"] if r["name"] == "natural")
     assert subject.dense is not None
@@ -86,8 +90,8 @@ def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Ru
 
 
 def test_the_wide_state_answers_like_the_small_network(run: Run) -> None:
-    found = finished.read(run.folder())
-    wide = assess.build(run.recipe.model, run.data, None).eval()
+    found = finished_run.read(run.folder())
+    wide = build.build(run.recipe.model, run.data, None).eval()
     wide.load_state_dict(found.state())
     x = run.data.test.images[:16].float() / 255
     with torch.no_grad():
@@ -122,13 +126,13 @@ def test_written_files_load_without_the_package(kind: str, run: Run, weight_run:
         nn.init.normal_(parameter, std=0.3)
     x = torch.rand(2, 1, 8, 8)
     if kind == "channels":
-        shrunk = shrink.by_magnitude(net, x, 0.5)
+        shrunk = slim.by_magnitude(net, x, 0.5)
     else:
         weight = net[3].weight
         assert isinstance(weight, nn.Parameter)
         weight.data[:, 2] = 0
         weight.data[4] = 0
-        shrunk = shrink.of_dead(net, x)
+        shrunk = slim.of_dead(net, x)
     shrunk.save(tmp_path / "net")
     with torch.no_grad():
         torch.save({"x": x, "y": shrunk.model.eval()(x)}, tmp_path / "io.pt")
@@ -149,7 +153,7 @@ assert not any(name.split(".")[0] == "harp" for name in sys.modules)
 
 
 def test_dead_channels_of_a_weight_run_are_cut_without_changing_an_answer(weight_run: Run, tmp_path: Path) -> None:
-    shrunk = shrink.of_run(weight_run.folder())
+    shrunk = slim.of_run(weight_run.folder())
     facts = shrunk.facts()
     assert facts["parameters"][1] < facts["parameters"][0]
     x = weight_run.data.test.images[:32].float() / 255
@@ -212,7 +216,7 @@ def test_a_description_of_another_model_or_a_damaged_one_is_refused(run: Run, tm
         {"swapped": ["classifier"]},
     ):
         with pytest.raises(HarpError):
-            Cut.from_dict({**content, **damage}).apply(assess.build(run.recipe.model, run.data, None))
+            Cut.from_dict({**content, **damage}).apply(build.build(run.recipe.model, run.data, None))
     folder = tmp_path / "broken"
     folder.mkdir()
     for text in ("", "[]", "{", '{"kept": {}}'):
@@ -299,7 +303,7 @@ def test_a_budget_of_measured_time_is_kept_over_a_resume(tmp_path: Path, monkeyp
         calls.append(model)
         return Latency({}, Speed(1e3, 2.0 + len(calls), 5.0), {use.name: "" for use in trace.uses}, 1)
 
-    monkeypatch.setattr("harp.channels.units.measure", measured)
+    monkeypatch.setattr("harp.pruning.channels.units.measure", measured)
     content = copy.deepcopy(CONTENT)
     content["units"]["budget"] = "latency"
     content["stages"] = [{"name": "prune", "pruner": {"name": "hydra", "keep": "60%"}, "epochs": 1}]

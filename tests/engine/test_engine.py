@@ -3,6 +3,7 @@
 import gc
 import statistics
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -14,136 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from harp.engine.capture.capture import capture
+from harp.engine.graph import reference
+from harp.engine.graph.nodes import Graph
+from harp.engine.lowering import matrices
+from harp.engine.native import bindings
+from harp.engine.network import Network
 from harp.errors import DataError, RecipeError
-from harp.sparse import matrices, native, reference
-from harp.sparse.capture import capture
-from harp.sparse.graph import Graph, Node
-from harp.sparse.network import Network
+from support.engines import Writer, close, conv, engine_of, images, networks, torch_way
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 SIZES = (1, 2, 7, 8, 9, 13, 24)
 
 
-class Writer:
-    """Writes a graph node by node, with random tensors."""
-
-    def __init__(self, shape: tuple[int, ...], density: float, seed: int) -> None:
-        self.nodes = [Node("input", "input", (), shape)]
-        self.tensors: dict[str, np.ndarray[Any, Any]] = {}
-        self.density, self.random = density, np.random.default_rng(seed)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return next(node.shape for node in self.nodes if node.name == name)
-
-    def add(self, op: str, inputs: tuple[str, ...], tensors: dict[str, np.ndarray[Any, Any]], **attributes: Any) -> str:
-        name = f"{op}_{len(self.nodes)}"
-        names = {role: f"{name}.{role}" for role in tensors}
-        self.tensors |= {names[role]: tensor for role, tensor in tensors.items()}
-        node = Node(name, op, inputs, (), names, attributes)
-        shells = [torch.zeros(2, *self.shape(each)) for each in inputs]
-        given_tensors = {names[role]: torch.from_numpy(tensor) for role, tensor in tensors.items()}
-        shape = tuple(reference.step(node, shells, given_tensors, torch.zeros(2)).shape[1:])
-        self.nodes.append(Node(name, op, inputs, shape, names, attributes))
-        return name
-
-    def sparse(self, *shape: int) -> np.ndarray[Any, Any]:
-        weight = self.random.standard_normal(shape) / max(1.0, np.sqrt(np.prod(shape[1:]) * self.density))
-        return (weight * (self.random.random(shape) < self.density)).astype(np.float32)
-
-    def dense(self, *shape: int) -> np.ndarray[Any, Any]:
-        return self.random.standard_normal(shape).astype(np.float32)
-
-    def graph(self) -> Graph:
-        return Graph.from_dict(Graph(tuple(self.nodes), self.nodes[-1].name).as_dict())
-
-
-def conv(
-    w: Writer, x: str, out: int, kernel: tuple[int, int], *, groups: int = 1, bias: bool = True, **how: Any
-) -> str:
-    channels = w.shape(x)[0]
-    tensors = {"weight": w.sparse(out, channels // groups, *kernel)}
-    if bias:
-        tensors["bias"] = w.dense(out)
-    attributes = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], **how}
-    return w.add("conv", (x,), tensors, **attributes, groups=groups)
-
-
-@st.composite
-def networks(draw: st.DrawFn) -> tuple[Graph, dict[str, np.ndarray[Any, Any]]]:
-    density = draw(st.sampled_from((0.0, 0.02, 0.1, 0.4, 0.8, 1.0)))
-    shape = draw(st.integers(1, 5)), draw(st.integers(1, 11)), draw(st.integers(1, 11))
-    w = Writer(shape, density, draw(st.integers(0, 2**32 - 1)))
-    names = ["input"]
-    pair = st.tuples(st.integers(0, 2), st.integers(0, 2))
-    for _ in range(draw(st.integers(1, 7))):
-        x = draw(st.sampled_from(names))
-        channels, *plane = w.shape(x) if len(w.shape(x)) == 3 else (*w.shape(x), 0, 0)
-        spatial = plane != [0, 0]
-        choices = ["relu", "leaky", "clip", "affine", "concat", "add"]
-        choices += (
-            ["conv", "conv", "conv", "depthwise", "maxpool", "avgpool", "mean", "flatten"] if spatial else ["linear"]
-        )
-        op = draw(st.sampled_from(choices))
-        if op in ("conv", "depthwise"):
-            kernel = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-            dilation, padding = draw(st.tuples(st.integers(1, 2), st.integers(1, 2))), draw(pair)
-            room = [n + 2 * p - d * (k - 1) for n, p, d, k in zip(plane, padding, dilation, kernel, strict=True)]
-            if min(room) < 1:
-                continue
-            groups = channels if op == "depthwise" else draw(st.sampled_from([g for g in (1, 2) if channels % g == 0]))
-            out = groups * draw(st.integers(1, 6))
-            stride = list(draw(st.tuples(st.integers(1, 3), st.integers(1, 3))))
-            how = {"stride": stride, "padding": list(padding), "dilation": list(dilation)}
-            names.append(conv(w, x, out, kernel, groups=groups, bias=draw(st.booleans()), **how))
-        elif op == "linear":
-            outputs = draw(st.integers(1, 9))
-            names.append(w.add("linear", (x,), {"weight": w.sparse(outputs, channels), "bias": w.dense(outputs)}))
-        elif op in ("maxpool", "avgpool"):
-            kernel = [draw(st.integers(1, min(3, n))) for n in plane]
-            padding = [draw(st.integers(0, k // 2)) for k in kernel]
-            stride = [draw(st.integers(1, 3)) for _ in kernel]
-            more: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil": draw(st.booleans())}
-            more |= {"dilation": [1, 1]} if op == "maxpool" else {"count_padding": draw(st.booleans())}
-            names.append(w.add(op, (x,), {}, **more))
-        elif op == "affine":
-            names.append(w.add(op, (x,), {"scale": w.dense(channels), "shift": w.dense(channels)}))
-        elif op in ("add", "concat"):
-            same = [n for n in names if w.shape(n) == w.shape(x)]
-            names.append(w.add(op, (x, draw(st.sampled_from(same))), {}))
-        else:
-            clip = {"low": -0.5, "high": 0.7, "inclusive": draw(st.booleans())}
-            more = {"leaky": {"slope": 0.1}, "clip": clip, "mean": {"keep": draw(st.booleans())}}
-            names.append(w.add(op, (x,), {}, **more.get(op, {})))
-    return w.graph(), w.tensors
-
-
-def images(graph: Graph, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).random((count, *graph.input_shape), dtype=np.float32)
-
-
-def torch_way(
-    graph: Graph, tensors: dict[str, Any], x: Any, gradient: Any, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Logits and the gradient of the images, by torch."""
-    points = torch.from_numpy(x).to(dtype).requires_grad_(True)
-    full = {name: torch.from_numpy(np.asarray(tensor)).to(dtype) for name, tensor in tensors.items()}
-    result = reference.run(graph, full, points)
-    if not result.requires_grad:
-        return result, torch.zeros_like(points)
-    (found,) = torch.autograd.grad(result, points, torch.from_numpy(gradient).to(dtype), allow_unused=True)
-    return result.detach(), torch.zeros_like(points) if found is None else found
-
-
-def close(found: Any, wanted: Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((torch.from_numpy(found).double() - wanted).abs().max() <= tolerance * max(1e-3, wanted.abs().max()))
-
-
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-@given(networks(), st.sampled_from(SIZES), st.integers(1, 3))
-def test_answers_and_gradients_are_those_of_torch(
-    network: tuple[Graph, dict[str, Any]], count: int, threads: int
-) -> None:
-    graph, tensors = network
+def assert_as_torch(graph: Graph, tensors: dict[str, Any], count: int, threads: int = 1) -> None:
+    """The engine's answers and gradients are torch's in double precision."""
     engine = Network(graph, tensors, threads=threads)
     x = images(graph, count)
     warm, trace = engine.forward(images(graph, count, seed=1), keep=True)  # what a call leaves must not reach the next
@@ -158,6 +44,156 @@ def test_answers_and_gradients_are_those_of_torch(
     found = engine.backward(trace, gradient)
     rounding = float((single - slope).abs().max() / max(1e-3, float(slope.abs().max())))
     assert close(found, slope, max(1e-5, 2 * rounding)) or close(found, single)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(networks(), st.sampled_from(SIZES), st.integers(1, 3))
+def test_answers_and_gradients_are_those_of_torch(
+    network: tuple[Graph, dict[str, Any]], count: int, threads: int
+) -> None:
+    assert_as_torch(*network, count, threads)
+
+
+def same(w: Writer, x: str) -> str:
+    """A convolution that leaves the shape as it is."""
+    return conv(w, x, w.shape(x)[0], (3, 3), padding=[1, 1])
+
+
+def leaky(w: Writer, x: str) -> str:
+    """An activation that no mask applied twice or too early leaves right."""
+    return w.add("leaky", (x,), {}, slope=0.3)
+
+
+def outside(w: Writer, x: str) -> str:
+    """A node that torch computes."""
+    return w.add("torch", (x,), {}, op="aten.gelu.default", args=[{"node": x}], kwargs={}, pick=None)
+
+
+def maxpool(w: Writer, x: str, kernel: tuple[int, int], padding: int = 0) -> str:
+    window = {"kernel": list(kernel), "stride": [1, 1], "padding": [padding, padding], "dilation": [1, 1]}
+    return w.add("maxpool", (x,), {}, **window, ceil=False)
+
+
+def total(w: Writer, *names: str) -> str:
+    first, *others = names
+    for other in others:
+        first = w.add("add", (first, other), {})
+    return first
+
+
+def read_before_it_is_activated(w: Writer) -> None:
+    x = same(w, "input")
+    total(w, same(w, x), leaky(w, x))
+
+
+def read_after_it_is_activated(w: Writer) -> None:
+    x = same(w, "input")
+    total(w, leaky(w, x), same(w, x))
+
+
+def read_outside_before_it_is_activated(w: Writer) -> None:
+    x = same(w, "input")
+    total(w, leaky(w, x), outside(w, x))
+
+
+def read_under_another_name(w: Writer) -> None:
+    x = conv(w, "input", 4, w.shape("input")[1:])
+    flat = w.add("flatten", (x,), {})
+    linear = w.add("linear", (flat,), {"weight": w.sparse(4, 4), "bias": w.dense(4)})
+    total(w, linear, w.add("flatten", (leaky(w, x),), {}))
+
+
+def activated_twice(w: Writer) -> None:
+    w.add("clip", (leaky(w, same(w, "input")),), {}, low=-0.2, high=0.5, inclusive=True)
+
+
+def added_after_the_activation(w: Writer) -> None:
+    total(w, leaky(w, same(w, "input")), leaky(w, same(w, "input")))
+
+
+def added_to_itself(w: Writer) -> None:
+    x = same(w, "input")
+    total(w, x, x)
+
+
+def added_to_a_sum(w: Writer) -> None:
+    leaky(w, total(w, same(w, "input"), "input", same(w, "input"), "input"))
+
+
+def read_by_two_products(w: Writer) -> None:
+    x = leaky(w, same(w, "input"))
+    total(w, same(w, x), same(w, x))
+
+
+def read_by_two_products_and_outside(w: Writer) -> None:
+    x = leaky(w, same(w, "input"))
+    total(w, same(w, x), same(w, x), outside(w, x))
+
+
+def read_by_a_product_and_two_others(w: Writer) -> None:
+    x = leaky(w, same(w, "input"))
+    product = same(w, x)
+    w.add("concat", (x, product, maxpool(w, x, (3, 3), padding=1)), {})
+
+
+def read_by_a_sum(w: Writer) -> None:
+    x = leaky(w, same(w, "input"))
+    total(w, same(w, x), x)
+
+
+SHAPES: list[Callable[[Writer], None]] = [
+    read_before_it_is_activated,
+    read_after_it_is_activated,
+    read_outside_before_it_is_activated,
+    read_under_another_name,
+    activated_twice,
+    added_after_the_activation,
+    added_to_itself,
+    added_to_a_sum,
+    read_by_two_products,
+    read_by_two_products_and_outside,
+    read_by_a_product_and_two_others,
+    read_by_a_sum,
+]
+
+
+@pytest.mark.parametrize("count", [1, 19])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+def test_values_with_several_readers_are_those_of_torch(shape: Callable[[Writer], None], count: int) -> None:
+    """What a product can take in itself, and when a gradient is whole, depends on who else reads a value."""
+    w = Writer((3, 6, 5), 1.0, 0)
+    shape(w)
+    assert_as_torch(w.graph(), w.tensors, count)
+
+
+@pytest.mark.parametrize("count", [1, 19])
+@pytest.mark.parametrize("ceil", [False, True])
+@pytest.mark.parametrize("count_padding", [False, True])
+@pytest.mark.parametrize("padding", [[0, 0], [1, 0], [0, 1], [1, 1]])
+def test_averages_at_the_edge_are_those_of_torch(
+    padding: list[int], count_padding: bool, ceil: bool, count: int
+) -> None:
+    """Windows of which a part is padding or beyond it: how many pixels they are divided by differs."""
+    w = Writer((2, 6, 8), 1.0, 0)
+    window = {"kernel": [3, 3], "stride": [2, 2], "padding": padding}
+    w.add("avgpool", ("input",), {}, **window, ceil=ceil, count_padding=count_padding)
+    assert_as_torch(w.graph(), w.tensors, count)
+
+
+@pytest.mark.parametrize("count", [1, 19])
+@pytest.mark.parametrize("kernel", [(15, 17), (16, 16), (17, 17)])
+def test_the_last_pixel_of_a_large_window_can_be_the_largest(kernel: tuple[int, int], count: int) -> None:
+    """Native code keeps its place in a byte, so that torch computes larger windows."""
+    w = Writer((2, 17, 18), 1.0, 0)
+    maxpool(w, "input", kernel)
+    graph = w.graph()
+    engine = Network(graph, {})
+    x = np.sort(images(graph, count).reshape(count, 2, -1)).reshape(count, 2, 17, 18)
+    logits, trace = engine.forward(x, keep=True)
+    gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
+    wanted, slope = torch_way(graph, {}, x, gradient, torch.float64)
+    assert close(logits, wanted) and close(engine.backward(trace, gradient), slope)
+    assert engine.native_share == (kernel == (15, 17))
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
@@ -183,8 +219,8 @@ def test_parts_of_the_planes_do_not_change_a_bit(network: tuple[Graph, dict[str,
     graph, tensors = network
     x = images(graph, 11)
     answers = []
-    for cache, enough in ((matrices._CACHE, matrices._ENOUGH), (1, 0)):
-        with mock.patch.object(matrices, "_CACHE", cache), mock.patch.object(matrices, "_ENOUGH", enough):
+    for cache, enough in ((matrices.CACHE, matrices.ENOUGH), (1, 0)):
+        with mock.patch.object(matrices, "CACHE", cache), mock.patch.object(matrices, "ENOUGH", enough):
             engine = Network(graph, tensors)
             logits, trace = engine.forward(x, keep=True)
             answers.append((logits, engine.backward(trace, np.ones_like(logits))))
@@ -204,11 +240,6 @@ def small_cnn() -> nn.Module:
         nn.Flatten(),
         nn.Linear(32, 10),
     ).eval()
-
-
-def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options: Any) -> Network:
-    captured = capture(model, torch.rand(2, *shape))
-    return Network(captured.graph, {k: v.numpy() for k, v in captured.tensors(model).items()}, **options)
 
 
 def test_takes_arrays_and_tensors_and_gives_the_same_kind() -> None:
@@ -337,7 +368,7 @@ def test_a_second_call_is_as_good_as_the_first(size: int) -> None:
 def test_large_images_are_computed_one_by_one_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(9, 3, 16, 16)
     wanted = engine_of(small_cnn())(x)
-    monkeypatch.setattr("harp.sparse.runner._MOST", 1)
+    monkeypatch.setattr("harp.engine.runner.MOST", 1)
     engine = engine_of(small_cnn(), threads=2)
     assert torch.equal(engine(x), wanted)
     logits, trace = engine.forward(x.numpy(), keep=True)

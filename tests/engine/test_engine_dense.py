@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp.sparse import narrow, native, program, ways, winograd
-from harp.sparse.graph import Graph
-from harp.sparse.native import NARROW, WINOGRAD
-from harp.sparse.network import Network
-from harp.sparse.planes import Plane
-from harp.sparse.runner import Runner
-from harp.sparse.taps import Taps, convolution, weight_of
-from tests.test_engine import Writer, close, conv, engine_of, images, networks, torch_way
+from harp.engine.graph.nodes import Graph
+from harp.engine.lowering import kernel_choice, narrow, program, winograd
+from harp.engine.lowering.planes import Plane
+from harp.engine.lowering.taps import Taps, convolution, weight_of
+from harp.engine.native import bindings
+from harp.engine.native.bindings import NARROW, WINOGRAD
+from harp.engine.network import Network
+from support.engines import Writer, close, conv, engine_of, images, networks, ops, torch_way
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 NEVER = float("inf")
 
 
@@ -31,15 +31,9 @@ def forced(op: int, worth: float = 0) -> Iterator[None]:
     others = {"direct_time", "narrow_time" if op == WINOGRAD else "winograd_time"}
     with ExitStack() as stack:
         for name in others:
-            stack.enter_context(mock.patch.object(ways, name, return_value=NEVER))
-        stack.enter_context(mock.patch.object(program, "_WORTH", worth))
+            stack.enter_context(mock.patch.object(kernel_choice, name, return_value=NEVER))
+        stack.enter_context(mock.patch.object(program, "WORTH", worth))
         yield
-
-
-def ops(network: Network, lanes: int) -> set[int]:
-    (runner,) = network._parts
-    assert isinstance(runner, Runner)
-    return {step.op for step in runner._code(lanes, False)[1].steps}
 
 
 @st.composite
@@ -109,7 +103,7 @@ def test_threads_do_not_change_a_bit_of_one_image_or_of_many(op: int, network: t
 def test_threads_that_share_an_image_do_not_change_a_bit(network: tuple[Graph, Any]) -> None:
     graph, tensors = network
     x, found = images(graph, 1), []
-    with mock.patch.object(program, "_WORTH", 0):
+    with mock.patch.object(program, "WORTH", 0):
         for threads in (1, 2, 5):
             engine = Network(graph, tensors, threads=threads)
             logits, trace = engine.forward(x, keep=True)
@@ -124,7 +118,7 @@ def test_threads_that_share_an_image_do_not_change_a_bit(network: tuple[Graph, A
 def test_vectors_of_outputs_give_the_bits_of_vectors_of_pixels(network: tuple[Graph, Any]) -> None:
     graph, tensors = network
     x = images(graph, 2)
-    with mock.patch.object(ways, "dense", return_value=None):  # tiles have an order of their own
+    with mock.patch.object(kernel_choice, "dense", return_value=None):  # tiles have an order of their own
         plain = Network(graph, tensors)(x)
     with forced(NARROW):
         assert np.array_equal(Network(graph, tensors)(x), plain)
@@ -165,8 +159,8 @@ def test_the_way_depends_on_density_and_size(
     channels: int, size: int, density: float, several: type, single: type
 ) -> None:
     taps, many, one = layer(channels, size, density)
-    assert type(ways.dense(taps, many, many)) is several
-    assert type(ways.dense(taps, one, one)) is single
+    assert type(kernel_choice.dense(taps, many, many)) is several
+    assert type(kernel_choice.dense(taps, one, one)) is single
 
 
 def dense_model() -> nn.Module:
@@ -190,7 +184,7 @@ def test_a_dense_network_is_computed_densely_and_its_weights_can_change() -> Non
     engine = engine_of(model)
     x = torch.rand(17, 3, 16, 16)
     assert torch.allclose(engine(x), model(x), atol=1e-5)
-    kernels = native.kernels()
+    kernels = bindings.kernels()
     assert kernels is not None
     assert WINOGRAD in ops(engine, int(kernels.lanes))
     assert NARROW in ops(engine, 1)

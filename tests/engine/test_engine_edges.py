@@ -13,17 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harp.engine.graph.nodes import Graph, Node
+from harp.engine.lowering import program
+from harp.engine.lowering.matrices import matrix_of
+from harp.engine.lowering.planes import Plane
+from harp.engine.lowering.taps import linear, weight_of
+from harp.engine.native import bindings
+from harp.engine.network import Network
+from harp.engine.runner import Learner, Runner
 from harp.errors import DataError, RecipeError
-from harp.sparse import native, program
-from harp.sparse.graph import Graph, Node
-from harp.sparse.matrices import matrix_of
-from harp.sparse.network import Network
-from harp.sparse.planes import Plane
-from harp.sparse.runner import Learner, Runner
-from harp.sparse.taps import linear, weight_of
-from tests.test_engine import Writer, conv, engine_of
+from support.engines import Writer, conv, engine_of
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 LANES = [1, 16]
 
 
@@ -74,8 +75,8 @@ def test_a_pooling_goes_back_to_the_channels_that_are_read(count: int, monkeypat
     weight, bias = (torch.from_numpy(w.tensors[f"{last}.{role}"]) for role in ("weight", "bias"))
     F.conv2d(F.max_pool2d(points, 2), weight, bias).sum().backward()
     assert points.grad is not None and torch.allclose(torch.from_numpy(found), points.grad, atol=1e-6)
-    ahead, behind = codes(network, 1 if count == 1 else int(native.kernels().lanes))  # type: ignore[union-attr]
-    assert rows(behind, native.MAXPOOL_BACK) == rows(ahead, native.MAXPOOL) == {0, 2}
+    ahead, behind = codes(network, 1 if count == 1 else int(bindings.kernels().lanes))  # type: ignore[union-attr]
+    assert rows(behind, bindings.MAXPOOL_BACK) == rows(ahead, bindings.MAXPOOL) == {0, 2}
 
 
 @pytest.mark.parametrize("count", LANES)
@@ -100,7 +101,7 @@ def test_a_window_of_padding_alone_has_no_largest_number(count: int) -> None:
 def test_a_layer_is_too_large_in_either_direction() -> None:
     weight = weight_of(np.ones((1, 2), np.float32))
     plane = Plane(1, 1, 0, 1, 1, 8)
-    with mock.patch("harp.sparse.matrices._FARTHEST", 3):
+    with mock.patch("harp.engine.lowering.matrices.FARTHEST", 3):
         with pytest.raises(OverflowError):
             matrix_of(linear(weight), range(1), 1, plane, (12, 4, 3, 3))
         left = replace(linear(weight), plane=np.zeros(2, np.int64), right=np.array([-9, 0]))
@@ -113,7 +114,7 @@ def test_both_directions_count_their_own_work() -> None:
     conv(w, "input", 4, (3, 3), padding=[1, 1])
     once = 4 * 4 * 9 * 64
     for worth, shared in ((once, 1), (1.5 * once, 0)):
-        with mock.patch.object(program, "_WORTH", worth):
+        with mock.patch.object(program, "WORTH", worth):
             assert [code.program.worth for code in codes(Network(w.graph(), w.tensors), 1)] == [shared, shared]
 
 
@@ -154,7 +155,7 @@ def test_rows_are_checked_before_their_address_is_taken() -> None:
         runner.backward(np.zeros((2, 11), np.float32), [])
     learner = Learner(runner.stage, runner.kernels, 1)
     with pytest.raises(DataError, match="2 gradients for 3 images"):
-        learner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), deeper=False)
+        learner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), input_gradient=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -183,7 +184,7 @@ def test_a_network_can_be_copied_and_sent(again: Any) -> None:
 
 def test_a_copy_needs_native_code_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = pickle.dumps(small())
-    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(bindings, "kernels", lambda: None)
     with pytest.raises(RecipeError, match="copied to where there is none"):
         pickle.loads(sent)
 

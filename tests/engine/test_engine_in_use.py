@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import harp
-from harp import frozen as frozen_module
 from harp.attacks import Pgd
+from harp.attacks import fast_forward as frozen_module
+from harp.attacks.fast_forward import frozen
+from harp.engine.follower import Follower
+from harp.engine.native import bindings
+from harp.engine.sparse_training import SparseForward
 from harp.errors import RecipeError
-from harp.frozen import frozen
-from harp.masks import Masks
-from harp.sparse import native
-from harp.sparse.follower import Follower
-from harp.sparse.training import SparseForward
+from harp.pruning.masks import Masks
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 
 
 class Residual(nn.Module):
@@ -74,7 +74,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_attacks_use_the_engine_for_sparse_networks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_module, "_WORTH", 0)
+    monkeypatch.setattr(frozen_module, "WORTH", 0)
     monkeypatch.delenv("HARP_ENGINE", raising=False)
     x, y = data()
     model, _ = pruned()
@@ -94,7 +94,7 @@ def test_attacks_use_the_engine_for_sparse_networks_only(monkeypatch: pytest.Mon
 
 def test_small_networks_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HARP_ENGINE", raising=False)
-    monkeypatch.setattr(frozen_module, "_WORTH", 1e9)
+    monkeypatch.setattr(frozen_module, "WORTH", 1e9)
     with frozen(pruned()[0], data()[0]) as net:
         assert isinstance(net, fx.GraphModule)
 
@@ -175,7 +175,7 @@ def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_second_derivatives_are_refused_and_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     model, masks = pruned()
     x = data()[0].requires_grad_(True)
     with frozen(model, x) as net:
@@ -188,7 +188,7 @@ def test_second_derivatives_are_refused_and_not_zero(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("always")
 def test_a_layer_that_is_too_large_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.sparse.matrices._FARTHEST", 10)
+    monkeypatch.setattr("harp.engine.lowering.matrices.FARTHEST", 10)
     x = data()[0]
     with frozen(pruned()[0], x) as net:
         assert isinstance(net, fx.GraphModule) and net(x).isfinite().all()
@@ -224,9 +224,9 @@ def test_the_same_attack_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_training_pass_gives_the_gradients_of_the_kept_weights(
     monkeypatch: pytest.MonkeyPatch, count: int, cache: int
 ) -> None:
-    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
-    monkeypatch.setattr("harp.sparse.matrices._CACHE", cache)
-    monkeypatch.setattr("harp.sparse.matrices._ENOUGH", 8 if cache > 1 else 0)
+    monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
+    monkeypatch.setattr("harp.engine.lowering.matrices.CACHE", cache)
+    monkeypatch.setattr("harp.engine.lowering.matrices.ENOUGH", 8 if cache > 1 else 0)
     model, masks = pruned()
     twin = copy.deepcopy(model)
     x, y = data(count)
@@ -243,7 +243,7 @@ def test_a_training_pass_gives_the_gradients_of_the_kept_weights(
 
 
 def test_without_masks_all_weights_get_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     model, _ = pruned(0.03)
     twin = copy.deepcopy(model)
     x, y = data()
@@ -261,7 +261,7 @@ def test_without_masks_all_weights_get_their_gradients(monkeypatch: pytest.Monke
 
 
 def test_dense_layers_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     model, _ = pruned(0.9)
     sparse = SparseForward(model, model)
     assert not sparse._sparse_layers()
@@ -285,7 +285,7 @@ def fitted(masks: Masks, model: nn.Module, epochs: int = 2) -> dict[str, Tensor]
 
 
 def test_fine_tuning_is_the_same_up_to_rounding_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.sparse.training.WORTH", 0)
+    monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     results = {}
     for said in ("off", "always", "always again"):
         monkeypatch.setenv("HARP_ENGINE", said.split()[0])
@@ -301,10 +301,10 @@ def test_fine_tuning_is_the_same_up_to_rounding_and_repeatable(monkeypatch: pyte
 def test_without_native_code_everything_still_works() -> None:
     script = (
         "import torch, harp\n"
-        "from harp.sparse import native\n"
-        "from harp.sparse.capture import capture\n"
-        "from harp.sparse.network import Network\n"
-        "assert native.kernels() is None\n"
+        "from harp.engine.native import bindings\n"
+        "from harp.engine.capture.capture import capture\n"
+        "from harp.engine.network import Network\n"
+        "assert bindings.kernels() is None\n"
         "model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten()).eval()\n"
         "x = torch.rand(3, 3, 5, 5)\n"
         "captured = capture(model, x)\n"

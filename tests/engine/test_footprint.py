@@ -14,19 +14,20 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp import compact
-from harp.compact.reader import BadFile
+from harp.engine import format, torch_fallback
+from harp.engine.capture.capture import capture
+from harp.engine.format.reader import BadFile
+from harp.engine.graph.nodes import Graph
+from harp.engine.lowering import footprint, lower
+from harp.engine.lowering.layouts import layouts
+from harp.engine.lowering.program import Builder
+from harp.engine.lowering.taps import Weight
+from harp.engine.native import bindings
+from harp.engine.network import Network
+from harp.engine.runner import Runner
 from harp.errors import CheckpointError
-from harp.sparse import borrowed, footprint, lowering, native
-from harp.sparse.capture import capture
-from harp.sparse.graph import Graph
-from harp.sparse.layouts import layouts
-from harp.sparse.network import Network
-from harp.sparse.program import Builder
-from harp.sparse.runner import Runner
-from harp.sparse.taps import Weight
 
-engine = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+engine = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 
 
 class Branches(nn.Module):
@@ -46,7 +47,7 @@ class Branches(nn.Module):
 
 @engine
 def test_the_arena_is_as_large_as_it_is_said_to_be() -> None:
-    kernels = native.kernels()
+    kernels = bindings.kernels()
     assert kernels is not None
     model = Branches().eval()
     captured = capture(model, torch.rand(2, 3, 20, 20))
@@ -103,7 +104,7 @@ HUGE = {
 def test_small_files_that_ask_for_much_are_refused_without_memory(kind: str, tmp_path: Path) -> None:
     nodes, tensors = HUGE[kind]
     masks = {name: tensor != 0 for name, tensor in tensors.items()}
-    compact.write(tmp_path / "a.harp", tensors, masks, {"graph": {"nodes": nodes}})
+    format.write(tmp_path / "a.harp", tensors, masks, {"graph": {"nodes": nodes}})
     assert (tmp_path / "a.harp").stat().st_size < 1000
     with within(1 << 22), pytest.raises(CheckpointError, match=r"computing an image|too large") as refused:
         harp.load(tmp_path / "a.harp", limit=1 << 30)
@@ -119,9 +120,9 @@ def test_a_stored_kernel_of_any_size_is_refused_without_memory() -> None:
 
 
 def test_without_native_code_kept_weights_count_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "kernels", lambda: None)
+    monkeypatch.setattr(bindings, "kernels", lambda: None)
     nodes, tensors = conv([1, 1000, 1000], [1, 1, 1], 1000)
-    compact.write(tmp_path / "a.harp", tensors, {"a": tensors["a"] != 0}, {"graph": {"nodes": nodes}})
+    format.write(tmp_path / "a.harp", tensors, {"a": tensors["a"] != 0}, {"graph": {"nodes": nodes}})
     with within(1 << 20), pytest.raises(CheckpointError, match="the tensors take 4000000 bytes"):
         harp.load(tmp_path / "a.harp", limit=1 << 21)
 
@@ -132,7 +133,7 @@ def test_averages_are_over_what_is_inside_the_image(tmp_path: Path) -> None:
     x = torch.rand(3, 2, 2, 1)
     for kernel, stride, padding in ((5, 1, 2), (9, 2, 4), (6, 6, 3), (20_000, 1, 10_000), (10_001, 9999, 5000)):
         nodes, _ = pool([2, 2, 1], kernel, stride, padding)
-        compact.write(tmp_path / "a.harp", {}, {}, {"graph": {"nodes": nodes}})
+        format.write(tmp_path / "a.harp", {}, {}, {"graph": {"nodes": nodes}})
         with within(1 << 22):
             found = harp.load(tmp_path / "a.harp", limit=1 << 30)(x)
         wanted = nn.functional.avg_pool2d(x.double(), kernel, stride, padding)
@@ -193,13 +194,13 @@ def test_deep_networks_take_what_they_hold_at_a_time() -> None:
         footprint.check(Network(graph, tensors), 1 << 20)
 
 
-@pytest.mark.parametrize("kernels", [native.kernels(), None])
+@pytest.mark.parametrize("kernels", [bindings.kernels(), None])
 def test_work_without_end_is_refused(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "kernels", lambda: kernels)
+    monkeypatch.setattr(bindings, "kernels", lambda: kernels)
     graph = Graph.from_dict({"nodes": conv([1, 9, 9], [1, 7, 7], 3)[0]})
     network = Network(graph, {"a": np.ones((1, 1, 3, 3), np.float32)})
     footprint.check(network, 1 << 40)
-    monkeypatch.setattr(footprint, "_MOST_WORK", 49 * 9 - 1)
+    monkeypatch.setattr(footprint, "MOST_WORK", 49 * 9 - 1)
     with pytest.raises(BadFile, match="441 multiplications"):
         footprint.check(network, 1 << 40)
 
@@ -210,15 +211,15 @@ def test_many_nodes_are_lowered_in_one_pass(op: str, monkeypatch: pytest.MonkeyP
     inputs = [["input0", "input0"], *([f"add{i}", f"add{max(1, i - 1)}"] for i in range(1, count))]
     nodes = [{"op": op, "inputs": inputs[i]} if op == "add" else {"op": op} for i in range(count)]
     graph = Graph.from_dict({"nodes": [{"op": "input", "shape": [4]}, *nodes]})
-    plain = lowering.read
+    plain = lower.read
 
     def counted(operation: Any) -> Any:
         nonlocal looks
         looks += 1
         return plain(operation)
 
-    monkeypatch.setattr(lowering, "read", counted)
-    lowering.stages(graph, {})
+    monkeypatch.setattr(lower, "read", counted)
+    lower.stages(graph, {})
     assert looks <= 3 * count
 
 
@@ -229,7 +230,7 @@ def test_results_that_nobody_reads_any_more_make_room(monkeypatch: pytest.Monkey
         arguments = {"op": "aten.exp.default", "args": [{"node": f"t{i}"}]}
         nodes.append({**call, "name": f"t{i + 1}", "attributes": arguments})
     made: list[weakref.ref[Tensor]] = []
-    plain = borrowed.compute
+    plain = torch_fallback.compute
 
     def watched(*arguments: Any) -> Tensor:
         assert sum(each() is not None for each in made) <= 2
@@ -237,7 +238,7 @@ def test_results_that_nobody_reads_any_more_make_room(monkeypatch: pytest.Monkey
         made.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(borrowed, "compute", watched)
+    monkeypatch.setattr(torch_fallback, "compute", watched)
     network = Network(Graph.from_dict({"nodes": nodes}), {})
     assert network(np.zeros((2, 3), np.float32)).shape == (2, 3)
     assert len(made) == 20

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
 
-from harp.compact import BadFile, coding, encode, load, read, read_sparse, reader, write
+from harp.engine.format import BadFile, coding, encode, load, read, read_sparse, reader, write
 from harp.errors import CheckpointError, RecipeError
-from harp.masks import at_random
+from harp.pruning.masks import at_random
+from support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 Tensors = dict[str, Tensor]
 
 

@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from harp.compact import coding, reader
-from harp.compact.reader import BadFile
-from harp.sparse import reference
-from harp.sparse.graph import Node, complete, mentioned, result_shape
-from tests import victim
+from harp.engine.format import coding, reader
+from harp.engine.format.reader import BadFile
+from harp.engine.graph import reference
+from harp.engine.graph.nodes import Node, complete, mentioned, result_shape
+from support import victim
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are those of Linux")
 

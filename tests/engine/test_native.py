@@ -14,24 +14,23 @@ import pytest
 import torch
 from torch import nn
 
+from harp.engine.native import bindings
+from harp.engine.native.bindings import NARROW, WINOGRAD
 from harp.errors import RecipeError
-from harp.sparse import native
-from harp.sparse.native import NARROW, WINOGRAD
-from tests.test_engine import close, engine_of
-from tests.test_engine_dense import ops
+from support.engines import close, engine_of, ops
 
-pytestmark = pytest.mark.skipif(native.kernels() is None, reason="this installation has no native code")
+pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 
 
 def able() -> list[str]:
-    code = native.library()
+    code = bindings.library()
     assert code is not None
-    return [isa for isa in native.ISAS if code.harp_kernels(isa.encode())]
+    return [isa for isa in bindings.ISAS if code.harp_kernels(isa.encode())]
 
 
-@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("isa", bindings.ISAS)
 def test_kernels_can_be_asked_for(isa: str) -> None:
-    code = "from harp.sparse import native; print(native.kernels().name.decode())"
+    code = "from harp.engine.native import bindings; print(bindings.kernels().name.decode())"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HARP_ISA": isa}, capture_output=True, text=True
     )
@@ -44,31 +43,31 @@ def test_kernels_can_be_asked_for(isa: str) -> None:
 def test_kernels_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARP_ISA", "avx3")
     with pytest.raises(RecipeError, match=f"^HARP_ISA=avx3: there is none of this name; choose from {able()[0]}"):
-        native.kernels.__wrapped__()
+        bindings.kernels.__wrapped__()
     monkeypatch.setenv("HARP_ISA", "avx512")
-    with mock.patch.object(native, "library") as library:
+    with mock.patch.object(bindings, "library") as library:
         library.return_value.harp_kernels = lambda name: name == b"baseline"
         with pytest.raises(RecipeError, match=r"avx512: this CPU does not have it; choose from baseline$"):
-            native.kernels.__wrapped__()
+            bindings.kernels.__wrapped__()
         library.return_value = None
         with pytest.raises(RecipeError, match="there is no native code here"):
-            native.kernels.__wrapped__()
+            bindings.kernels.__wrapped__()
         monkeypatch.setenv("HARP_NATIVE", "0")
-        assert native.kernels.__wrapped__() is None
+        assert bindings.kernels.__wrapped__() is None
 
 
 def test_a_library_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HARP_NATIVE", raising=False)
     for file, words in (
         (tmp_path / "none.so", "none.so: .*[Nn]o such file"),
-        (Path(__file__), "test_engine_native.py: "),
+        (Path(__file__), "test_native.py: "),
     ):
         monkeypatch.setenv("HARP_NATIVE_LIBRARY", str(file))
         with pytest.raises(RecipeError, match=f"{words}.*; name one that") as error:
-            native.library.__wrapped__()
+            bindings.library.__wrapped__()
         assert "\n" not in str(error.value)
     monkeypatch.setenv("HARP_NATIVE", "0")
-    assert native.library.__wrapped__() is None
+    assert bindings.library.__wrapped__() is None
 
 
 def every_way() -> nn.Module:
@@ -93,14 +92,14 @@ def every_way() -> nn.Module:
     ).eval()
 
 
-@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("isa", bindings.ISAS)
 def test_every_instruction_set_computes_what_torch_does(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if isa not in able():
         pytest.skip(f"this CPU has no {isa}")
-    code = native.library()
+    code = bindings.library()
     assert code is not None
     fit = code.harp_kernels(isa.encode()).contents
-    monkeypatch.setattr(native, "kernels", lambda: fit)
+    monkeypatch.setattr(bindings, "kernels", lambda: fit)
     model = every_way()
     engine = engine_of(model, (3, 12, 12))
     assert (engine.isa, engine.native_share) == (isa, 1.0)
@@ -117,16 +116,16 @@ def test_every_instruction_set_computes_what_torch_does(isa: str, monkeypatch: p
 
 
 class Longer(ctypes.Structure):
-    _fields_ = (*native.Step._fields_, ("more", ctypes.c_int64))
+    _fields_ = (*bindings.Step._fields_, ("more", ctypes.c_int64))
 
 
-@pytest.mark.parametrize(("name", "other"), [("ABI", native.ABI + 1), ("Step", Longer), ("Program", Longer)])
+@pytest.mark.parametrize(("name", "other"), [("ABI", bindings.ABI + 1), ("Step", Longer), ("Program", Longer)])
 def test_a_library_of_another_version_is_not_used(name: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = native.library()
+    code = bindings.library()
     assert code is not None
-    monkeypatch.setattr(native, name, other)
+    monkeypatch.setattr(bindings, name, other)
     monkeypatch.delenv("HARP_NATIVE_LIBRARY", raising=False)
-    assert native.library.__wrapped__() is None
+    assert bindings.library.__wrapped__() is None
     monkeypatch.setenv("HARP_NATIVE_LIBRARY", code._name)
     with pytest.raises(RecipeError, match="it is of another version; name one that"):
-        native.library.__wrapped__()
+        bindings.library.__wrapped__()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from harp.sparse import build
+from harp.engine.native import build
+from support.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 # PEP 517 builds see the same folders as a release; a wheel that is installed has no hook.
 pytestmark = pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reason="not a checkout")
 
@@ -207,21 +207,21 @@ def test_without_a_compiler_the_command_fetches_one(
 ) -> None:
     ran = []
 
-    def run(command: list[str], folder: Path, wanted: bool = False) -> str:
+    def run(command: list[str], **options: Any) -> None:
         ran.append(command)
-        raise build.BuildFailed("no network")
+        raise OSError("no network")
 
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", os.devnull)
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(build, "_run", run)
+    monkeypatch.setattr(build.subprocess, "run", run)
     assert build.main(["--sources", str(sources), "--output", str(tmp_path / "native.so")]) == 1
     ((*pip, package),) = ran
     assert pip[1:4] == ["-m", "pip", "install"] and package == build.ZIG
 
 
 def test_the_command_needs_nothing_but_python(tmp_path: Path) -> None:
-    command = [sys.executable, "-I", "-S", str(ROOT / "src/harp/sparse/build.py"), "--help"]
+    command = [sys.executable, "-I", "-S", str(ROOT / "src/harp/engine/native/build.py"), "--help"]
     assert "--flags" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
@@ -255,9 +255,9 @@ class Hook:
 
 @pytest.fixture
 def checkout(sources: Path, tmp_path: Path) -> Path:
-    sparse = tmp_path / "checkout" / "src" / "harp" / "sparse"
-    shutil.copytree(sources, sparse / "native")
-    shutil.copy(ROOT / "src/harp/sparse/build.py", sparse)
+    sparse = tmp_path / "checkout" / "src" / "harp" / "engine" / "native"
+    shutil.copytree(sources, sparse)
+    shutil.copy(ROOT / "src/harp/engine/native/build.py", sparse)
     return tmp_path / "checkout"
 
 
@@ -285,9 +285,9 @@ def test_a_wheel_with_a_library_is_for_one_platform_and_any_python(
     data = fresh()
     hook.initialize("standard", data)
     ((library, place),) = data["force_include"].items()
-    assert ctypes.CDLL(library).harp_abi() == 42 and place == f"harp/sparse/{build.LIBRARY.name}"
+    assert ctypes.CDLL(library).harp_abi() == 42 and place == f"harp/engine/native/{build.LIBRARY.name}"
     assert data["pure_python"] is False and data["tag"] == f"py3-none-{build.wheel_platform()}"
-    assert not (checkout / "src/harp/sparse" / build.LIBRARY.name).exists(), "the checkout stays as it was"
+    assert not (checkout / "src/harp/engine/native" / build.LIBRARY.name).exists(), "the checkout stays as it was"
     hook.finalize("standard", data, "")
     assert not Path(library).exists() and hook.warnings == []
 
@@ -297,7 +297,7 @@ def test_an_editable_install_has_its_library_in_the_checkout(
 ) -> None:
     data = fresh()
     hook.initialize("editable", data)
-    library = checkout / "src/harp/sparse" / build.LIBRARY.name
+    library = checkout / "src/harp/engine/native" / build.LIBRARY.name
     assert data == fresh() and ctypes.CDLL(str(library)).harp_abi() == 42
     before = library.stat().st_mtime_ns
     hook.initialize("editable", data)
@@ -355,7 +355,7 @@ def installed(sdist: Path, folder: Path, environment: dict[str, str]) -> tuple[s
     subprocess.run(pip, env=os.environ | environment, check=True)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "unpacked")
-    return wheel.name, folder / "unpacked" / "harp" / "sparse"
+    return wheel.name, folder / "unpacked" / "harp" / "engine" / "native"
 
 
 @pytest.mark.slow

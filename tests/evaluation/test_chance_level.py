@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp import chance_level
-from harp.chance_level import at_chance, constant_accuracy, result_at_chance
+from harp.evaluation import chance_level
+from harp.evaluation.chance_level import at_chance, constant_accuracy, result_at_chance
 
 TOTALS = st.lists(st.integers(0, 300), min_size=2, max_size=20).filter(lambda counts: sum(map(bool, counts)) > 1)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp.contradictions import review
-from tests.test_suspicion import suspicious
+from harp.evaluation.consistency import review
+from support.findings import suspicious
 
 
 def number(name: str, value: float, epsilon: float | None = 8 / 255, **more: Any) -> dict[str, Any]:

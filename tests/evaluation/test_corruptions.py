@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import corruptions, data, evaluate
-from harp.corruptions import CORRUPTIONS, SEVERITIES, corrupt, measure
+from harp.data import registry
 from harp.errors import DataError, RecipeError
-from tests import cases
+from harp.evaluation import corruptions
+from harp.evaluation import score as evaluate
+from harp.evaluation.corruptions import CORRUPTIONS, SEVERITIES, corrupt, measure
+from support import cases
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -21,8 +23,8 @@ def generator(seed: int = 0) -> torch.Generator:
 
 @pytest.fixture(scope="module")
 def pictures() -> dict[str, Tensor]:
-    grey = data.load("fashion").test.images[:24].float() / 255
-    small = data.load("digits").test.images[:24].float() / 255
+    grey = registry.load("fashion").test.images[:24].float() / 255
+    small = registry.load("digits").test.images[:24].float() / 255
     colour = torch.stack([grey[:8, 0], grey[8:16, 0], grey[16:24, 0]], dim=1)
     return {"fashion": grey, "digits": small, "colour": colour}
 

@@ -8,22 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp import data
 from harp.attacks import Ball, Pgd
-from harp.doctor import Finding
+from harp.data import registry
 from harp.errors import DataError, RecipeError
-from harp.normalize import Normalized
-from harp.suspicion import inspect
+from harp.evaluation.gradient_masking import _ascent, inspect
+from harp.models.normalize import Normalized
+from support.findings import suspicious, verdicts
 
 BALL = Ball(0.1, "linf")
-
-
-def verdicts(findings: list[Finding]) -> dict[str, str]:
-    return {finding.check: finding.verdict for finding in findings}
-
-
-def suspicious(findings: list[Finding]) -> dict[str, str]:
-    return {check: verdict for check, verdict in verdicts(findings).items() if verdict != "good"}
 
 
 def cnn() -> nn.Module:
@@ -42,7 +34,7 @@ def cnn() -> nn.Module:
 def trained(
     model: nn.Module, attack: Pgd | None = None, prepare: Callable[[Tensor], Tensor] = lambda x: x
 ) -> nn.Module:
-    part = data.load("digits").train
+    part = registry.load("digits").train
     images, labels = part.images.float() / 255, part.labels.long()
     optimiser = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     for _ in range(3):
@@ -57,7 +49,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def batch() -> tuple[Tensor, Tensor]:
-    part = data.load("digits").test
+    part = registry.load("digits").test
     return part.images[:96].float() / 255, part.labels[:96].long()
 
 
@@ -262,8 +254,99 @@ def test_gradients_that_end_in_a_saturated_layer(sound: dict[str, nn.Module], ba
     assert found.get("budget") in ("look", "bad"), found
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.48, "good"), (0.52, "look")])
+def test_a_loss_that_falls_by_more_than_half_of_its_rise_is_worth_a_look(share: float, verdict: str) -> None:
+    """Three falls, the last within the ten steps of a usual attack; what comes later does not count."""
+    fall = share / 3
+    path = [0, 1, 1 - fall, 1, 1 - fall, 1, 1, 1, 1 + fall, 1 + fall, 1]
+    assert _ascent([*path, *range(30)]).verdict == verdict
+
+
+class Linear(nn.Module):
+    """Two classes, divided by the mean of the pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        margin = x.flatten(1).mean(1) - 0.5
+        return 10 * torch.stack([-margin, margin], 1)
+
+
+@pytest.mark.parametrize(("slow", "verdict"), [(19, "good"), (21, "look")])
+def test_images_that_only_a_long_attack_fools_are_worth_a_look_beyond_a_fifth(slow: int, verdict: str) -> None:
+    """Where only the very end of the gradient's direction is beyond the border, ascent turns towards it slowly."""
+    ball = Ball(0.8, "l2")
+    reach = ball.epsilon / 8  # of 64 pixels, in the mean
+    margins = torch.full((100,), 0.2 * reach)
+    margins[:slow] = 0.999 * reach
+    images = (0.5 - margins)[:, None, None, None].expand(-1, 1, 8, 8)
+    (steps,) = (f for f in inspect(Linear(), images, torch.zeros(100, dtype=torch.long), ball) if f.check == "steps")
+    assert f"10 steps fool {100 - slow}% of the images and 40 steps 100%" in steps.text
+    assert steps.verdict == verdict
+
+
+class Faulty(nn.Module):
+    """Two classes, divided by the mean of the pixels; by something else for images whose first pixel is bright."""
+
+    def __init__(self, fault: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fault = fault
+        self.border = nn.Parameter(torch.tensor(0.45).double())  # so that rounding hides no small change
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, rest = x.flatten(1)[:, 0], x.flatten(1)[:, 1:]
+        margin = torch.where(first > 0.5, self.fault(rest), rest.mean(1) - self.border)
+        return 10 * torch.stack([-margin, margin], 1)
+
+
+def dark(level: float, faulty: int) -> tuple[Tensor, Tensor]:
+    """A hundred images of the first class, of which some meet the fault."""
+    images = torch.full((100, 1, 16, 16), level)
+    images[:, :, 0, 0] = 0
+    images[:faulty, :, 0, 0] = 1
+    return images, torch.zeros(100, dtype=torch.long)
+
+
+def masked(rest: Tensor) -> Tensor:
+    return rest.detach().mean(1) - 0.45
+
+
+def fooled_by_noise(rest: Tensor) -> Tensor:
+    """Corners of the ball are further away in the mean than its other points."""
+    return (rest.detach() - 0.4).abs().mean(1) - 0.75 * BALL.epsilon
+
+
+# The check that a fault on some of a hundred images sets off, and by how many images it is good and worth a look.
+LIMITS: dict[str, tuple[Callable[[Tensor], Tensor], str, int, int]] = {
+    "quantised": (lambda rest: torch.round(8 * rest.mean(1)) / 8 - 0.45, "preprocessing", 10, 50),
+    "backwards": (lambda rest: Backwards.apply(rest).mean(1) - 0.45, "preprocessing", 20, 50),
+    "confident": (lambda rest: 1000 * (rest.mean(1) - 0.45), "vanishing", 1, 5),
+    "noise": (fooled_by_noise, "noise", 1, 5),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_how_many_images_a_fault_must_spoil_to_be_reported(name: str) -> None:
+    fault, check, good, look = LIMITS[name]
+    expected = {good: "good", good + 1: "look", look: "look", look + 1: "bad"}
+    model = Faulty(fault)
+    assert {count: verdicts(inspect(model, *dark(0.4, count), BALL))[check] for count in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("faulty", "firm", "verdict"), [(5, 0, "good"), (6, 0, "bad"), (0, 5, "good"), (0, 6, "look"), (5, 1, "look")]
+)
+def test_images_that_hold_out_in_a_large_ball_are_suspicious_beyond_a_twentieth(
+    faulty: int, firm: int, verdict: str
+) -> None:
+    """Grey fools those without a gradient; firm ones are so bright that nothing in the ball does."""
+    images, labels = dark(0.3, faulty)
+    images[100 - firm :, :, 1:], labels[100 - firm :] = 1, 1
+    (budget,) = (f for f in inspect(Faulty(masked), images, labels, BALL) if f.check == "budget")
+    assert f"leaves {faulty + firm} of 100 images right" in budget.text
+    assert budget.verdict == verdict
+
+
 def test_bytes_and_more_images_than_are_needed(sound: dict[str, nn.Module], batch: tuple[Tensor, Tensor]) -> None:
-    part = data.load("digits").test
+    part = registry.load("digits").test
     findings = inspect(sound["robust"], part.images, part.labels, BALL)
     assert suspicious(findings) == {}
     assert any("of 128 images" in each.text or "of 12" in each.text for each in findings)

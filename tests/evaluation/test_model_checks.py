@@ -6,20 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harp import doctor, survey
-from harp.channels import Channels
 from harp.cli import looking
-from harp.cost import cost
 from harp.errors import BudgetError, RecipeError
-from harp.units import Weights
-from tests import cases
+from harp.evaluation import model_checks
+from harp.experiments import plan
+from harp.pruning.channels import Channels
+from harp.pruning.macs import cost
+from harp.pruning.units import Weights
+from support import cases
 
 
-def examined(model: nn.Module, **options: Any) -> doctor.Examination:
-    return doctor.examine(model, *cases.batch(8), **options)
+def examined(model: nn.Module, **options: Any) -> model_checks.Examination:
+    return model_checks.examine(model, *cases.batch(8), **options)
 
 
-def finding(found: doctor.Examination, check: str) -> doctor.Finding:
+def finding(found: model_checks.Examination, check: str) -> model_checks.Finding:
     (one,) = [each for each in found.findings if each.check == check]
     return one
 
@@ -90,11 +91,11 @@ def test_channels_can_be_left_out() -> None:
 
 
 def test_a_plan_of_channels_meets_its_budget_and_predicts_the_network() -> None:
-    units = survey.Subject("resnet8").units(channels=True, multiple=4)
+    units = plan.Subject("resnet8").units(channels=True, multiple=4)
     assert isinstance(units, Channels)
-    layers = survey.spread(units, "uniform", 0.25)
+    layers = plan.spread(units, "uniform", 0.25)
     counts = [layer["kept"] for layer in layers]
-    totals = survey.totals(units, counts)
+    totals = plan.totals(units, counts)
     assert list(totals) == ["FLOPs", "channels", "MACs", "parameters", "bytes"]
     assert totals["FLOPs"][1] <= 0.25 * totals["FLOPs"][0] < totals["FLOPs"][0]
     assert all(count % 4 == 0 for count in counts)
@@ -107,28 +108,28 @@ def test_a_plan_of_channels_meets_its_budget_and_predicts_the_network() -> None:
 
 
 def test_a_plan_may_count_parameters_or_the_macs_of_single_weights() -> None:
-    subject = survey.Subject("resnet8")
+    subject = plan.Subject("resnet8")
     units = subject.units(channels=True, budget="parameters")
-    kept = [layer["kept"] for layer in survey.spread(units, "uniform", 0.5)]
-    before, after = survey.totals(units, kept)["parameters"]
-    assert after <= 0.5 * before and next(iter(survey.totals(units, kept))) == "parameters"
+    kept = [layer["kept"] for layer in plan.spread(units, "uniform", 0.5)]
+    before, after = plan.totals(units, kept)["parameters"]
+    assert after <= 0.5 * before and next(iter(plan.totals(units, kept))) == "parameters"
     single = subject.units(budget="macs")
     assert isinstance(single, Weights)
-    totals = survey.totals(single, [layer["kept"] for layer in survey.spread(single, "uniform", 0.1)])
+    totals = plan.totals(single, [layer["kept"] for layer in plan.spread(single, "uniform", 0.1)])
     assert list(totals) == ["MACs", "weights"] and totals["MACs"][1] <= 0.1 * totals["MACs"][0] + 1
 
 
 def test_wrong_plans_are_one_line() -> None:
-    subject = survey.Subject("resnet8")
+    subject = plan.Subject("resnet8")
     with pytest.raises(RecipeError, match="budget 'flops' of single weights: one of weights, macs"):
         subject.units(budget="flops")
     with pytest.raises(RecipeError, match="multiple 8 has no meaning for weights"):
         subject.units(multiple=8)
     units = subject.units(channels=True)
     with pytest.raises(RecipeError, match="as published"):
-        survey.spread(units, "uniform", 0.5, as_published=True)
+        plan.spread(units, "uniform", 0.5, as_published=True)
     with pytest.raises(BudgetError, match="FLOPs"):
-        survey.spread(units, "uniform", 1e-6)
+        plan.spread(units, "uniform", 1e-6)
 
 
 class Voice:
@@ -142,17 +143,17 @@ class Voice:
 
 
 def test_who_waits_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "_PATIENCE", 0.01)
+    monkeypatch.setattr(looking, "PATIENCE", 0.01)
     voice = Voice()
-    with looking._saying(voice, "looking"):
+    with looking.saying(voice, "looking"):
         for _ in range(500):
             if voice.said:
                 break
             torch.randn(200, 200).sum()
     assert voice.said == ["looking"]
-    monkeypatch.setattr(looking, "_PATIENCE", 60.0)
-    with looking._saying(voice, "quick"):
+    monkeypatch.setattr(looking, "PATIENCE", 60.0)
+    with looking.saying(voice, "quick"):
         pass
-    with looking._saying(voice, ""):
+    with looking.saying(voice, ""):
         pass
     assert voice.said == ["looking"]

@@ -15,19 +15,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harp import assault, checkpoint, data, models
-from harp import audit as audits
-from harp.assess import Subject
+from harp import models
 from harp.attacks import Ball, Pgd
-from harp.audit import Audit
+from harp.data import registry
 from harp.errors import DataError, ModelError
+from harp.evaluation import results as audits
+from harp.evaluation import runner
+from harp.evaluation.accuracy import Subject
+from harp.evaluation.results import Audit
+from harp.system.tensors import load_state
 
 BALL = Ball(0.1, "linf")
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
-    source = data.load("digits")
+    source = registry.load("digits")
     torch.manual_seed(0)
     model = models.build("tinynet", num_classes=10, shape=source.shape, width=4)
     images = source.train.images.float() / 255
@@ -51,7 +54,7 @@ def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(audits.assess, "measure", never)
+        patch.setattr(audits.accuracy, "measure", never)
         assert made(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3)) == json.loads(json.dumps(first))
         for other in (
             lambda: made(subject, tmp_path, seed=2).under("pgd-3", Pgd(0.1, steps=3)),
@@ -70,17 +73,17 @@ def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch
 def test_an_attack_is_not_lost_before_its_number_is_written(
     subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assault, "_SECONDS", 0.0)
+    monkeypatch.setattr(runner, "SECONDS", 0.0)
     attack = Pgd(0.1, steps=3)
     with monkeypatch.context() as patch:
         patch.setattr(audits, "insist", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             made(subject, tmp_path).under("pgd-3", attack)
     (state,) = tmp_path.glob("*.state.pt")
-    saved = set(checkpoint.load_state(state)["found"])
-    attacked, portion = set[int](), assault.Assault._portion
+    saved = set(load_state(state)["found"])
+    attacked, portion = set[int](), runner.Assault._portion
     with monkeypatch.context() as patch:
-        patch.setattr(assault.Assault, "_portion", lambda self, at: attacked.add(at) or portion(self, at))
+        patch.setattr(runner.Assault, "_portion", lambda self, at: attacked.add(at) or portion(self, at))
         found = made(subject, tmp_path).under("pgd-3", attack)
     assert saved and not attacked & saved
     assert found["value"] == made(subject, None).under("pgd-3", attack)["value"]
@@ -179,11 +182,12 @@ def test_bad_input_is_one_line(subject: Subject, tmp_path: Path) -> None:
 KILLED = """
 import sys, torch
 from pathlib import Path
-from harp import assault, data, models
-from harp.assess import Subject
+from harp import data, models
+from harp.evaluation.accuracy import Subject
 from harp.attacks import AutoAttackLite
-from harp.audit import Audit
-assault._SECONDS = 0.0
+from harp.evaluation import runner
+from harp.evaluation.results import Audit
+runner.SECONDS = 0.0
 torch.set_num_threads(1)
 source = data.load("digits")
 torch.manual_seed(0)

@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp import assault, checkpoint, files
-from harp.assault import Assault, Outcome
 from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Fgsm, Pgd, Square
-from harp.attacks.stepwise import State, Stepwise
+from harp.attacks.batched import State, Stepwise
 from harp.errors import Interrupted
-from harp.frozen import Logits
-from harp.keeper import Stop
-from harp.processes.peers import Alone
-from tests import cases
+from harp.evaluation import runner
+from harp.evaluation.runner import Assault, Outcome
+from harp.models.modes import Logits
+from harp.system import files
+from harp.system.distributed.peers import Alone
+from harp.system.interrupt import Stop
+from harp.system.tensors import load_tensors
+from support import cases
 
 EPSILON = 0.08
 T = TypeVar("T")
@@ -63,7 +65,7 @@ ATTACKS = {
 def test_ten_kills_change_nothing(
     trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assault, "_SHARD", 32 * trained[1][0].numel() * 4)  # two shards
+    monkeypatch.setattr(runner, "SHARD", 32 * trained[1][0].numel() * 4)  # two shards
     whole = run(trained, ATTACKS[name])
     path, kills, generator = tmp_path / "state.pt", 0, random.Random(name)
     outcome = None
@@ -82,7 +84,7 @@ def test_ten_kills_change_nothing(
             assert path.exists()
             kills += 1
     assert kills > 0 and path.exists()  # until the result is written
-    assault.forget(path)
+    runner.forget(path)
     assert not list(tmp_path.iterdir())
     assert torch.equal(outcome.right, whole.right) and torch.equal(outcome.during, whole.during)
     assert facts(outcome) == facts(whole)
@@ -112,9 +114,9 @@ def test_stored_images_are_what_was_counted(
     trained: tuple[nn.Module, Tensor, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x, y = trained
-    monkeypatch.setattr(assault, "_SHARD", 32 * x[0].numel() * 4)
+    monkeypatch.setattr(runner, "SHARD", 32 * x[0].numel() * 4)
     outcome = run(trained, Apgd(EPSILON, steps=8), store=tmp_path, pictures=3)
-    stored = [checkpoint.load_tensors(path)[0] for path in sorted(tmp_path.iterdir())]
+    stored = [load_tensors(path)[0] for path in sorted(tmp_path.iterdir())]
     points = torch.cat([part["images"] for part in stored])
     assert len(stored) == 2 and points.shape == x.shape
     assert float((points - x).abs().max()) <= EPSILON + 1e-6
@@ -144,7 +146,7 @@ class Elsewhere(Alone):
 def test_portions_give_the_same_bits_in_any_process(
     trained: tuple[nn.Module, Tensor, Tensor], name: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assault, "_FEWEST", 4)
+    monkeypatch.setattr(runner, "FEWEST", 4)
     whole = run(trained, ATTACKS[name], pictures=5)
     shelf: list[Any] = []
     outcomes = []
@@ -167,7 +169,7 @@ def test_portions_give_the_same_bits_in_any_process(
 def test_states_of_three_processes_go_on_in_one_and_in_two(
     trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assault, "_FEWEST", 4)
+    monkeypatch.setattr(runner, "FEWEST", 4)
     whole = run(trained, ATTACKS[name])
     path = tmp_path / "state.pt"
     generator = random.Random(name)
@@ -191,7 +193,7 @@ def test_states_of_three_processes_go_on_in_one_and_in_two(
     dead = subprocess.Popen(["true"])
     dead.wait()
     (tmp_path / f".state.pt.1.{files._HOST}.{dead.pid}.tmp").write_bytes(b"half of a state")
-    assault.forget(path)
+    runner.forget(path)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import harp
 from harp.attacks import Pgd
 from harp.errors import DataError, ModelError, RecipeError
-from harp.evaluate import Score, accuracy, subset
-from tests import cases
+from harp.evaluation.score import Score, accuracy, subset
+from support import cases
 
 
 def score(correct: tuple[int, ...], totals: tuple[int, ...]) -> Score:

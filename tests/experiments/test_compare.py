@@ -14,29 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from harp import confidence, files, pipeline, recipe, standings, study
-from harp.compare import Comparison
-from harp.display import Quiet
 from harp.errors import AT_CHANCE, BudgetError, Interrupted, RecipeError
-from harp.launchers import local
-from harp.parallel import Task, work
-from harp.processes import engine
-from harp.pruners import PRUNERS
-from harp.run import Run
-from tests.conftest import FINISHED, Harp
-from tests.finished_run import edit
-from tests.test_cli import RECIPE, refused
-from tests.test_survival import wait_for
-
-STAGES = [
-    {"name": "pretrain", "pruner": "dense", "epochs": 1},
-    {"name": "prune", "pruner": {"name": "harp", "keep": "5%"}, "epochs": 1},
-    {"name": "finetune", "pruner": "fixed", "epochs": 1, "optimizer": {"lr": 0.01}},
-]
-SHORT = {**RECIPE, "stages": STAGES}
-STUDY = {"name": "t", "recipe": SHORT, "methods": ["harp", "magnitude"], "keep": ["10%"], "seeds": [0]}
+from harp.evaluation import confidence
+from harp.experiments import compose, recipe, study
+from harp.experiments import stages as pipeline
+from harp.experiments import table as standings
+from harp.experiments.compare import Comparison
+from harp.experiments.pool import Task, work
+from harp.experiments.run import Run
+from harp.experiments.slurm import local
+from harp.pruning.methods import PRUNERS
+from harp.reports import plots
+from harp.system import files
+from harp.system.progress import Quiet
+from support.commands import FINISHED, RECIPE, SHORT, STAGES, STUDY, Harp, refused
+from support.finished_run import edit
+from support.survival import wait_for
 
 
 class Done:
@@ -210,7 +206,7 @@ def test_a_natural_warm_up_is_not_added_to_a_training_from_scratch() -> None:
     assert epochs([warm_up, first], {"name": "natural"}) == 230
     assert epochs([{**first, "objective": {"name": "natural"}}], pgd) == 220
     assert epochs([warm_up, first], pgd, pipeline.published) == 200
-    made = recipe.load("svhn/vgg16/harp-pgd-99").model_dump(mode="json", exclude_defaults=True)
+    made = compose.load("svhn/vgg16").model_dump(mode="json", exclude_defaults=True)
     pretrain, prune, finetune = pipeline.parts(made["stages"])
     assert pipeline.stages(scratch, pretrain, prune, finetune, made["objective"])[0]["epochs"] == 220
 
@@ -236,7 +232,7 @@ def test_names_budgets_and_the_folder(tmp_path: Path) -> None:
 
 def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login node has no GPU; what the jobs' GPUs computed in bfloat16 is found all the same, but by no local run."""
-    monkeypatch.setattr(engine, "_has_bf16", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     away = Comparison(study.parse(STUDY), tmp_path, elsewhere=True)
     near, entry = compared(tmp_path), away.entries[-1]
     assert near.folder == away.folder and near.entries[-1].folders == entry.folders[:1] and not entry.finished()
@@ -250,8 +246,11 @@ def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: to compare"),
-        ({"recipe": {**SHORT, "stages": [*STAGES, {**STAGES[2], "name": "more"}]}}, "to compare methods"),
+        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: to put methods"),
+        (
+            {"recipe": {**SHORT, "stages": [*STAGES, {**STAGES[2], "name": "more"}]}},
+            "fixed, fixed: to put methods",
+        ),
         ({"recipe": {**SHORT, "evaluate": {"attacks": []}}}, "evaluate.attacks is empty"),
         ({"recipe": {**SHORT, "stages": [STAGES[0], {**STAGES[1], "epochs": 0}, STAGES[2]]}}, "has 0 epochs"),
         ({"recipe": {**SHORT, "stages": STAGES[1:]}, "methods": ["dense", "harp"]}, "no dense network to show"),
@@ -317,11 +316,11 @@ def test_the_table_is_what_the_files_say(finished: tuple[Comparison, dict[str, A
 
 def test_pictures(finished: tuple[Comparison, dict[str, Any]]) -> None:
     comparison, outcome = finished
-    paths = comparison.draw(outcome)
+    paths = plots.draw_study(comparison.folder, outcome)
     assert [path.name for path in paths] == ["robust.png", "robust.svg"]
     assert b"PNG" in paths[0].read_bytes()[:20] and b"magnitude" in paths[1].read_bytes()
     for rows in ([], [row for row in outcome["rows"] if row["keep"] is None]):
-        comparison.draw({**outcome, "rows": rows})
+        plots.draw_study(comparison.folder, {**outcome, "rows": rows})
 
 
 def test_a_second_time_runs_nothing_and_says_the_same(finished: tuple[Comparison, dict[str, Any]]) -> None:
@@ -415,7 +414,7 @@ def test_without_its_pretraining_a_run_is_not_started(tmp_path: Path) -> None:
     outcome = comparison.execute(start=here(comparison, fail="dense"))
     assert [row["robust"] for row in outcome["rows"]] == [None, None]
     assert "not started: t-dense-seed0 failed" in (comparison.folder / "table.md").read_text()
-    assert comparison.draw(outcome)[0].exists()
+    assert plots.draw_study(comparison.folder, outcome)[0].exists()
 
 
 def test_weights_from_a_file_are_the_dense_row(finished: tuple[Comparison, dict[str, Any]], tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp import energy
 from harp.errors import RecipeError
-from harp.processes.placement import Place
-from tests.test_cli import RECIPE
+from harp.experiments import energy
+from harp.system.distributed.environment import Place
+from support.commands import RECIPE
 
 CODECARBON = importlib.util.find_spec("codecarbon") is not None
 
@@ -50,12 +50,12 @@ def test_the_power_of_several_processes() -> None:
 
 
 def test_a_run_counts_its_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harp import recipe, run
+    from harp.experiments import recipe, run
 
     work = run.Run(recipe.parse(RECIPE), tmp_path)
-    monkeypatch.setattr(run.placement, "here", lambda: Place(world=4, nodes=2))
+    monkeypatch.setattr(run.environment, "here", lambda: Place(world=4, nodes=2))
     monkeypatch.setattr(work, "fabric", SimpleNamespace(world_size=4, device=SimpleNamespace(type="cpu")))
-    assert (work._meter().watts, work._meter().nodes) == (2 * energy.CPU_WATTS, 2)
+    assert (work.meter().watts, work.meter().nodes) == (2 * energy.CPU_WATTS, 2)
 
 
 @given(
@@ -177,5 +177,5 @@ def test_codecarbon_itself_offline_silent_and_without_files(
 
 
 def test_importing_the_module_does_not_import_codecarbon() -> None:
-    code = "import sys; import harp.energy; sys.exit('codecarbon' in sys.modules)"
+    code = "import sys; import harp.experiments.energy; sys.exit('codecarbon' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

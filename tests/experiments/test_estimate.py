@@ -19,19 +19,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import attacks, objectives, pipeline, recipe, study, training
+from harp import attacks
 from harp.attacks import ATTACKS
-from harp.compare import Comparison
-from harp.display import Quiet
+from harp.data.datasets import base
+from harp.data.streaming.images import Streamed
 from harp.errors import ModelError, RecipeError
-from harp.estimate import attacking, counting, hardware, machine, measuring, passes, plan, stages, trial
-from harp.estimate.known import KNOWN, Sizes, sizes
-from harp.pruners import PRUNERS
-from harp.sources import source
-from tests.conftest import FINISHED, Harp
-from tests.pictures import fill
-from tests.test_cli import RECIPE, refused
-from tests.test_compare import STUDY
+from harp.experiments import recipe, study
+from harp.experiments import stages as pipeline
+from harp.experiments.compare import Comparison
+from harp.experiments.estimate import attacking, counting, hardware, machine, measuring, passes, plan, stages, trial
+from harp.experiments.estimate.known import Sizes, sizes
+from harp.pruning.methods import PRUNERS
+from harp.system.progress import Quiet
+from harp.training import objectives
+from harp.training.objectives import PgdTraining
+from support.commands import FINISHED, RECIPE, STUDY, Harp, refused
+from support.pictures import fill
 
 SMALL = Sizes(1297, 500, (1, 8, 8), 10)
 
@@ -44,19 +47,13 @@ def made(**changes: Any) -> recipe.Recipe:
 
 
 def test_data_is_known_without_its_files() -> None:
-    of = {name: sizes(made(data={"name": name, "batch": 8, "holdout": 100})) for name in KNOWN}
+    of = {
+        name: sizes(made(data={"name": name, "batch": 8, "holdout": 100})) for name in ("cifar10", "imagenet", "svhn")
+    }
     assert of["cifar10"] == Sizes(50_000, 10_000, (3, 32, 32), 10)
     assert of["imagenet"].streamed and of["imagenet"].memory() == 0
     assert of["svhn"].trained(made(data={"name": "svhn", "holdout": 0.1})) == 73_257 - 7_326
     assert sizes(made(data={"name": "imagenet", "size": 64, "holdout": 100})).shape == (3, 64, 64)
-
-
-def test_the_table_is_what_the_package_ships() -> None:
-    from harp import data
-
-    for name in ("digits", "fashion"):
-        found = data.load(name)
-        assert KNOWN[name] == Sizes(len(found.train), len(found.test), found.shape, found.num_classes)
 
 
 def test_data_of_ones_own_by_flags() -> None:
@@ -77,7 +74,7 @@ def test_data_of_ones_own_by_flags() -> None:
 def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL.Image")
     fill(tmp_path, 12, 3)
-    monkeypatch.setattr(source, "_decoded", lambda *_: pytest.fail("nothing is to be decoded for an estimate"))
+    monkeypatch.setattr(Streamed, "__getitem__", lambda *_: pytest.fail("nothing is to be decoded for an estimate"))
 
     def folder(**words: Any) -> recipe.Recipe:
         return made(data={"name": "folder", "size": 8, "holdout": 2, **words})
@@ -88,7 +85,7 @@ def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert streamed == replace(few, streamed=True) and streamed.memory() == 0
     assert sizes(folder(crop="resized"), tmp_path).streamed
     many = {"images": "10000000,1000", "classes": 9}  # 4.6 TB at 224, and 2 GB at 8
-    monkeypatch.setattr(source, "memory_size", lambda: 16 * 10**9)
+    monkeypatch.setattr(base, "memory_size", lambda: 16 * 10**9)
     assert sizes(folder(), tmp_path, **many, shape="3,224,224").streamed
     assert not sizes(folder(), tmp_path, **many).streamed
     assert not sizes(folder(stream=False), tmp_path, **many, shape="3,224,224").streamed
@@ -158,7 +155,7 @@ def test_shared_stages_count_once(counted: passes.Passes) -> None:
 def test_the_runs_of_a_plan_are_those_of_a_comparison(tmp_path: Path) -> None:
     planned = study.parse({**STUDY, "methods": ["harp", "magnitude", "hydra+lamp", "flying-bird"], "seeds": [0, 1]})
     entries = [entry for entry in Comparison(planned, tmp_path).entries if entry.recipe.seed == 0]
-    ours = {one.identity(len(one.stages)) for one in plan._laid_out(planned)}
+    ours = {one.identity(len(one.stages)) for one in plan.laid_out(planned)}
     assert ours == {entry.recipe.identity(len(entry.recipe.stages)) for entry in entries}
 
 
@@ -246,13 +243,13 @@ def test_what_is_found_without_training_has_no_steps() -> None:
 def test_the_batch_of_a_process_is_split_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a recipe's batches of 64 two processes have 32 each, in the four parts that are asked for."""
     parts = set[int]()
-    backward = training._Training.backward
+    loss = PgdTraining.__call__
 
-    def noted(self: Any, x: torch.Tensor, y: torch.Tensor) -> float:
-        parts.add(len(x.chunk(self.accumulate)[0]))
-        return backward(self, x, y)
+    def noted(self: Any, model: Any, x: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
+        parts.add(len(x))
+        return loss(self, model, x, *more, **named)
 
-    monkeypatch.setattr(training._Training, "backward", noted)
+    monkeypatch.setattr(PgdTraining, "__call__", noted)
     data = {**RECIPE["data"], "batch": 64}  # type: ignore[dict-item]
     one = made(data=data, stages=[{**RECIPE["stages"][0], "accumulate": 4}])  # type: ignore[index]
     measuring.measure(one, wish(0, seconds=1e9))
@@ -261,15 +258,15 @@ def test_the_batch_of_a_process_is_split_as_in_a_run(monkeypatch: pytest.MonkeyP
 
 def test_processes_that_share_a_cpu_are_measured_with_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(stages.cores, "usable", lambda: frozenset(range(12)))
+    monkeypatch.setattr(stages.affinity, "usable", lambda: frozenset(range(12)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "OMP_NUM_THREADS" not in stages._environment(1)
-    assert [stages._environment(devices)["OMP_NUM_THREADS"] for devices in (2, 5, 16)] == ["6", "2", "1"]
+    assert "OMP_NUM_THREADS" not in stages.environment(1)
+    assert [stages.environment(devices)["OMP_NUM_THREADS"] for devices in (2, 5, 16)] == ["6", "2", "1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "OMP_NUM_THREADS" not in stages._environment(4)
+    assert "OMP_NUM_THREADS" not in stages.environment(4)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert stages._environment(4)["OMP_NUM_THREADS"] == "3"
+    assert stages.environment(4)["OMP_NUM_THREADS"] == "3"
 
 
 @given(st.floats(0.01, 10), st.floats(0.001, 1))
@@ -285,22 +282,22 @@ def test_no_time_is_negative() -> None:
 
 
 def test_too_slow_a_step_is_measured_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measuring._affordable(wish(batch=64), 0.001)[0] == 64
-    batch, steps = measuring._affordable(wish(batch=256, steps=5), 0.1)
+    assert measuring.affordable(wish(batch=64), 0.001)[0] == 64
+    batch, steps = measuring.affordable(wish(batch=256, steps=5), 0.1)
     assert batch == 8 and steps == 5
-    assert measuring._affordable(wish(batch=256, steps=5), 100.0) == (2, 2)
+    assert measuring.affordable(wish(batch=256, steps=5), 100.0) == (2, 2)
     one, begin = made(), measuring.run_of
 
     def timed(*arguments: Any, batch: int, steps: int, watch: Any, objective: Any = None, **rest: Any) -> Any:
-        _, passes = measuring._passes(objective or one.stage_objective(one.stages[0]))
+        _, passes = measuring.passes_of(objective or one.stage_objective(one.stages[0]))
         watch.seconds = lambda: [0.5 + 0.01 * passes * batch] * steps
         return begin(*arguments, batch=batch, steps=steps, watch=watch, objective=objective, **rest)
 
     monkeypatch.setattr(measuring, "run_of", timed)
-    monkeypatch.setattr(measuring, "_seconds_of_a_pass", lambda made, wish: 1e-4)
+    monkeypatch.setattr(measuring, "seconds_of_a_pass", lambda made, wish: 1e-4)
     found = measuring.measure(one, wish(0, batch=64, seconds=1e-3))
     assert found["batch"] == 2 and found["peak_batch"] == 64 and found["bytes_an_image"] >= 0
-    _, each = measuring._passes(one.stage_objective(one.stages[0]))
+    _, each = measuring.passes_of(one.stage_objective(one.stages[0]))
     assert found["scale"] == pytest.approx((0.5 + 0.01 * each * 64) / (0.5 + 0.01 * each * 2))
 
 
@@ -364,7 +361,7 @@ def facts(**changes: Any) -> dict[str, Any]:
 
 
 def summed(found: list[dict[str, Any]], devices: int = 1, **more: Any) -> dict[str, Any]:
-    return stages._summed(made(), SMALL, found, devices, Path(), 500.0, **more)
+    return stages.summed(made(), SMALL, found, devices, Path(), 500.0, **more)
 
 
 def test_times_add_up() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from harp import finished, presets
 from harp.errors import RecipeError
-from harp.masks import kept
-from harp.processes import engine
-from harp.pruners import PRUNERS
-from harp.recipe import parse
-from harp.run import Run
+from harp.experiments import finished_run, presets
+from harp.experiments.recipe import parse
+from harp.experiments.run import Run
+from harp.pruning.masks import kept
+from harp.pruning.methods import PRUNERS
+from harp.system.distributed import fabric
 
 METHODS = sorted(set(PRUNERS) - {"dense", "fixed"})
 FLAGS: dict[str, Any] = {"objective": "pgd", "epsilon": None, "weights": None, "batch": 256, "seed": 0, "ignore": []}
@@ -27,7 +27,7 @@ def content(method: str, **flags: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_prunes_from_flags(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    run = Run(parse(content(method), SHORT), tmp_path, fabric=engine.launch(accelerator="cpu"))
+    run = Run(parse(content(method), SHORT), tmp_path, fabric=fabric.launch(accelerator="cpu"))
     outcome = run.execute()
     assert outcome.masks is not None and kept(outcome.masks) == run.total
     assert [result["name"] for result in outcome.results] == ["natural", "fgsm"]
@@ -69,10 +69,10 @@ def test_channels_are_pruned_from_flags(method: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     made = parse(content(method, channels=True, budget="macs", multiple=2), [*SHORT, "model.width=8"])
     assert made.units.kind == "channels" and made.units.budget == "macs" and made.name.startswith(f"{method}-channels")
-    run = Run(made, tmp_path, fabric=engine.launch(accelerator="cpu"))
+    run = Run(made, tmp_path, fabric=fabric.launch(accelerator="cpu"))
     outcome = run.execute()
     assert run.cut is not None
-    told = finished.read(outcome.folder)
+    told = finished_run.read(outcome.folder)
     assert told.unit == "MACs" and told.kept <= run.total < 0.06 * told.size
     counts = [(layer["kept"], layer["size"]) for layer in told.summary["layers"]]
     assert all(kept % 2 == 0 or kept == size for kept, size in counts)
@@ -88,7 +88,14 @@ def test_units_without_a_meaning_are_one_line() -> None:
 
 
 def test_unknown_methods_and_strategies_are_one_line() -> None:
-    with pytest.raises(RecipeError, match="unknown pruner 'harpp': did you mean 'harp'"):
+    with pytest.raises(RecipeError, match="unknown method 'harpp': did you mean 'harp'"):
         content("harpp")
-    with pytest.raises(RecipeError, match="strategy"):
-        parse(content("lamp", strategy="erk"))
+    with pytest.raises(RecipeError, match="lamp takes no strategy"):
+        content("lamp", strategy="erk")
+    with pytest.raises(RecipeError, match="unknown strategy 'lam': did you mean 'lamp'"):
+        content("hydra", strategy="lam")
+
+
+def test_a_method_is_written_as_in_a_study() -> None:
+    (pruner,) = (stage["pruner"] for stage in content("hydra+lamp:sharpness=0.1")["stages"] if stage["name"] == "prune")
+    assert pruner == {"name": "hydra", "strategy": "lamp", "sharpness": 0.1, "keep": "5%"}

@@ -1,30 +1,31 @@
-"""Every shipped recipe: its parts fit its real model, and it trains."""
+"""Every experiment of the snapshot: its parts fit its real model, and it trains."""
 
 import functools
-import importlib.machinery
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from harp import assess, models, objectives, pruners, recipe, schedules, study
-from harp.channels import Channels
-from harp.compare import Comparison
-from harp.processes import engine
-from harp.run import Run
-from harp.split import DataSet, Split
-from harp.units import Units, Weights
+from harp import models
+from harp.data.dataset import DataSet, Split
+from harp.experiments import build, compose, recipe, study
+from harp.experiments.compare import Comparison
+from harp.experiments.run import Run
+from harp.pruning import methods as pruners
+from harp.pruning import schedules
+from harp.pruning.channels import Channels
+from harp.pruning.units import Units, Weights
+from harp.system.distributed import fabric as engine
+from harp.training import objectives
+from support.recipes_snapshot import snapshot
 
 SHAPES = {"cifar10": (3, 32, 32), "svhn": (3, 32, 32), "fashion": (1, 28, 28), "digits": (1, 8, 8)}
 SHAPES |= {
     "imagenet": (3, 32, 32),
     "tiny-imagenet": (3, 32, 32),
 }  # smaller than they are, as no layer's size depends on it
-NAMES = sorted(recipe.shipped())
-MAKE_RECIPES = Path(__file__).parent.parent / "scripts" / "make-recipes"
+NAMES = sorted(snapshot()["recipes"])
 SHORT = ("data.batch=8", "data.holdout=4", "evaluate.attacks=[]", "objective.steps=1")
 
 
@@ -51,7 +52,7 @@ def distinct_pruners() -> list[Any]:
     """Every (model, data, pruner) that some recipe has, once: what is shared need not be checked again."""
     found = {}
     for name in NAMES:
-        made = recipe.load(name)
+        made = compose.load(name)
         for stage in made.stages:
             if stage.pruner["name"] != "fixed":
                 network = (made.model.name, made.model.options.get("width"), SHAPES[made.data.name])
@@ -93,43 +94,9 @@ def fabric() -> Any:
     return engine.launch("32-true", "cpu")
 
 
-def make_recipes() -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader("make_recipes", str(MAKE_RECIPES))
-    spec = importlib.util.spec_from_loader("make_recipes", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-def test_committed_files_are_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.dont_write_bytecode", True)
-    script = make_recipes()
-    made = {name: script.text(content) for name, content in script.recipes().items()}
-    studies = {name: script.text(content) for name, content in script.studies().items()}
-    shipped = {name: path.read_text(encoding="utf-8") for name, path in study.shipped().items()}
-    assert studies == {name: content for name, content in shipped.items() if name != "digits"}
-    there = {name: path.read_text(encoding="utf-8") for name, path in recipe.shipped().items() if name != "demo"}
-    assert there == made
-
-
-def test_what_is_shipped() -> None:
-    paper = {
-        f"{data}/{model}/harp-{objective}-{pruned}"
-        for data in ("cifar10", "svhn")
-        for model in ("vgg16", "resnet18")
-        for objective in ("pgd", "trades", "mart")
-        for pruned in ("99", "99.9")
-    }
-    assert len(paper) == 24
-    assert paper <= set(NAMES)
-    assert {f"cifar10/vgg16/{m}-pgd-99" for m in ("hydra", "magnitude", "hydra-lamp", "hydra-erk")} <= set(NAMES)
-    assert {f"cifar10/resnet18/{m}-pgd-99.9" for m in ("harp-r", "harp-s", "harp-erk", "harp-lamp")} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("cifar10/", "svhn/"))])
 def test_settings_of_the_paper(name: str) -> None:
-    made = recipe.load(name)
+    made = compose.load(name)
     warm_up = 10 if made.data.name == "svhn" else 0
     assert sum(stage.epochs for stage in made.stages if stage.pruner["name"] != "dense") == (
         220 if method(made).from_scratch else 120
@@ -150,7 +117,7 @@ def test_settings_of_the_paper(name: str) -> None:
     assert pruner.get("initial_rate") == (1.0 if made.units.kind == "channels" else None)
     assert (made.data.batch, made.data.holdout, made.data.augment) == (128, 5000, True)
     assert (made.evaluate.attacks, made.evaluate.examples) == (["fgsm", "pgd-10", "pgd-20", "cw"], None)
-    assert assess.threat(made).epsilon == 8 / 255
+    assert build.threat(made).epsilon == 8 / 255
     if made.objective["name"] != "natural":
         objective = objectives.made(made.stage_objective(pruning(made)))
         assert (objective.epsilon, objective.step, objective.steps) == (8 / 255, 2 / 255, 10)
@@ -159,7 +126,7 @@ def test_settings_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("imagenet/")])
 def test_settings_of_the_papers_large_scale(name: str) -> None:
-    made = recipe.load(name)
+    made = compose.load(name)
     assert (made.data.batch, made.data.size, made.data.crop, made.data.augment) == (256, 224, "resized", True)
     assert made.model.name == "resnet50" and made.model.normalize is not None
     assert [(s.name, s.epochs) for s in made.stages] == [("pretrain", 23), ("prune", 5), ("finetune", 25)]
@@ -173,14 +140,14 @@ def test_settings_of_the_papers_large_scale(name: str) -> None:
     assert [round(factor(epoch / 23), 9) for epoch in (0, 7.99, 8, 15.99, 16)] == [1, 1, 0.1, 0.1, 0.01]
     assert pruning(made).pruner.get("gamma_step") == (0.1 if "/harp-" in name else None)
     assert pruning(made).pruner.get("published", False) == ("/harp-" in name)
-    assert assess.threat(made).epsilon == 4 / 255
-    attack = assess.attack_of("pgd-10", assess.threat(made))[1]
+    assert build.threat(made).epsilon == 4 / 255
+    attack = build.attack_of("pgd-10", build.threat(made))[1]
     assert attack.step == 1 / 255
 
 
 def test_small_recipes_have_harp_as_it_is_by_default() -> None:
     small = ("fashion/", "digits/", "demo", "tiny-imagenet/small/")
-    by_the_letter = {name for name in NAMES if pruning(recipe.load(name)).pruner.get("published")}
+    by_the_letter = {name for name in NAMES if pruning(compose.load(name)).pruner.get("published")}
     assert by_the_letter == {
         name for name in NAMES if "/harp-" in name and "/harp-s-" not in name and not name.startswith(small)
     }
@@ -191,7 +158,7 @@ def test_studies_compare_the_methods_of_their_recipes(
     network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The HARP of a study is the HARP of `harp run`: what the recipe sets for its pruner holds in the study too."""
-    monkeypatch.setattr("harp.data.load", noise)
+    monkeypatch.setattr("harp.data.registry.load", noise)
 
     def pruners_of(name: str, keep: float) -> dict[str, dict[str, Any]]:
         methods = "harp,hydra" if name == "channels" else None
@@ -200,7 +167,7 @@ def test_studies_compare_the_methods_of_their_recipes(
         return {entry.method: pruning(entry.recipe).pruner for entry in entries if entry.keep == keep}
 
     def own(name: str) -> dict[str, Any]:
-        return pruning(recipe.load(f"cifar10/{network}/{name}")).pruner
+        return pruning(compose.load(f"cifar10/{network}/{name}")).pruner
 
     ablation = pruners_of("ablation", 0.01)
     assert ablation["harp"] == own("harp-pgd-99") and ablation["harp"]["gamma_step"] == 0.01
@@ -245,7 +212,7 @@ def test_pre_training_is_shared() -> None:
     """By all recipes of the same data, model and objective, whatever they prune by; and by no others."""
     groups: dict[str, set[tuple[str, str, str]]] = {}
     for name in NAMES:
-        made = recipe.load(name)
+        made = compose.load(name)
         dense = sum(stage.pruner["name"] == "dense" for stage in made.stages)
         kind = (made.data.name, made.model.name, made.objective["name"])
         if dense:  # sparse training from scratch has no use for it
@@ -253,13 +220,13 @@ def test_pre_training_is_shared() -> None:
     assert all(len(kinds) == 1 for kinds in groups.values())
     # The paper's, natural ones, fashion's objectives, digits, demo, ImageNet, Tiny-ImageNet large and small.
     assert len(groups) == 2 * 2 * 3 + 2 + 4 + 1 + 1 + 1 + 2
-    whole = [made.identity(len(made.stages)) for made in map(recipe.load, NAMES)]
+    whole = [made.identity(len(made.stages)) for made in map(compose.load, NAMES)]
     # HARP-S is HYDRA under another name, and shares all of its stages.
     assert len(set(whole)) == len(NAMES) - sum("harp-s-" in name for name in NAMES)
 
 
 def test_warm_up_is_shared_by_objectives() -> None:
-    hashes = {recipe.load(f"svhn/vgg16/harp-{objective}-99").identity(1) for objective in ("pgd", "trades", "mart")}
+    hashes = {compose.load(f"svhn/vgg16/harp-{objective}-99").identity(1) for objective in ("pgd", "trades", "mart")}
     assert len(hashes) == 1
 
 
@@ -280,19 +247,19 @@ def meets(spent: int, total: int, kind: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_objectives_and_attacks_can_be_made(name: str) -> None:
-    made = recipe.load(name)
+    made = compose.load(name)
     assert set(made.model.options) <= {"width"}  # so that the network above is the recipe's
     for stage in made.stages:
         objective = objectives.made(made.stage_objective(stage))
         assert callable(objective.begin() if hasattr(objective, "begin") else objective)
-    assert all(callable(assess.attack_of(wish, assess.threat(made))[1]) for wish in made.evaluate.attacks)
+    assert all(callable(build.attack_of(wish, build.threat(made))[1]) for wish in made.evaluate.attacks)
 
 
 @pytest.mark.parametrize("name", runnable())
 def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harp.data.load", noise)
+    monkeypatch.setattr("harp.data.registry.load", noise)
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # dozens of small files, none worth the wait
-    whole = recipe.load(name)
+    whole = compose.load(name)
     changes = [f"stages.{n}.epochs=1" for n, stage in enumerate(whole.stages) if stage.epochs > 0]
     width = "0.125" if whole.model.name in ("vgg16", "resnet18", "resnet50") else "4"
     short = [
@@ -303,7 +270,7 @@ def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.Mon
     short += ["stages.prune.pruner.keep=30%"] * (whole.model.name == "resnet50")
     # Following the channels of each tiny network takes longer than training it.
     plain = [f"stages.{n}.compact=false" for n, stage in enumerate(whole.stages) if stage.pruner["name"] == "fixed"]
-    made = recipe.load(name, [*short, *changes, *plain, f"model.width={width}"])
+    made = compose.load(name, [*short, *changes, *plain, f"model.width={width}"])
     run = Run(made, root, fabric=fabric)
     outcome = run.execute()
     assert outcome.masks is not None

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harp.display import Quiet
 from harp.errors import AT_CHANCE, CheckpointError, Interrupted, RecipeError, SchedulerError
-from harp.launchers import command, scheduler, script
-from harp.launchers.jobs import Job, Ledger, State
-from harp.launchers.slurm import Slurm
-from tests.conftest import Harp
-from tests.slurm import Cluster
-from tests.test_cli import refused
-from tests.test_compare import STUDY
+from harp.experiments.slurm import command, scheduler, script
+from harp.experiments.slurm.jobs import Job, Ledger, State
+from harp.experiments.slurm.slurm import Slurm
+from harp.system.progress import Quiet
+from support.commands import STUDY, Harp, refused
+from support.slurm import Cluster
 
 
 @pytest.fixture

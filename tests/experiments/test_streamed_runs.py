@@ -13,16 +13,18 @@ import torch
 import yaml
 from torch import nn
 
-from harp import assess, checkpoint, evaluate, readable, recipe
-from harp.audit import Audit
-from harp.data import DataSet, load
-from harp.display import Quiet
+from harp.data import decodable
+from harp.data.registry import DataSet, load
+from harp.data.streaming.images import Streamed
 from harp.errors import DataError, Interrupted, RecipeError
-from harp.run import Run
-from harp.streaming.streamed import Streamed
-from tests.conftest import FINISHED, Harp
-from tests.pictures import encoded, fill
-from tests.test_streaming import damage
+from harp.evaluation import accuracy, score
+from harp.evaluation.results import Audit
+from harp.experiments import recipe
+from harp.experiments.run import Run
+from harp.system.progress import Quiet
+from harp.system.tensors import load_tensors
+from support.commands import FINISHED, Harp
+from support.pictures import damage, encoded, fill
 
 pytest.importorskip("PIL.Image")
 
@@ -46,12 +48,12 @@ def changed(**changes: Any) -> recipe.Recipe:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(readable, "_known", {})
+    monkeypatch.setattr(decodable, "known", {})
     return tmp_path / "cache"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load_tensors(folder / "model.safetensors")[0]
+    return load_tensors(folder / "model.safetensors")[0]
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -166,57 +168,55 @@ def test_undecodable_test_images_are_left_out_and_counted(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = spoilt(tmp_path / "pictures")
-    found, outcome = assess.measure(Flat(), data, "natural", None, examples=None, seed=0)
+    found, outcome = accuracy.measure(Flat(), data, "natural", None, examples=None, seed=0)
     assert (found["n"], found["undecodable"], len(outcome.right)) == (10, 2, 10)
     assert "2 of 12 images can't be decoded and are left out; the first: " in caplog.text
     good = [row for row in range(12) if row not in (5, 9)]
     kept = replace(data, test=data.test.select(good))
-    clean, _ = assess.measure(Flat(), kept, "natural", None, examples=None, seed=0)
+    clean, _ = accuracy.measure(Flat(), kept, "natural", None, examples=None, seed=0)
     assert "undecodable" not in clean and clean["correct"] == found["correct"]
-    part, _ = assess.measure(Flat(), data, "natural", None, examples=7, seed=1)
-    chosen = evaluate.subset(12, 7, 1).tolist()
+    part, _ = accuracy.measure(Flat(), data, "natural", None, examples=7, seed=1)
+    chosen = score.subset(12, 7, 1).tolist()
     assert part["n"] == sum(row in good for row in chosen)
     # The verdict is remembered: nothing is decoded again but what was damaged, which somebody may have mended.
     looked: list[int] = []
-    real = readable._failures
-    monkeypatch.setattr(
-        readable, "_failures", lambda images, rows, *rest: looked.extend(rows.tolist()) or real(images, rows, *rest)
-    )
-    monkeypatch.setattr(readable, "_known", {})
-    assert readable.readable(data.test).positions.tolist() == good
+    places = Streamed.places
+    monkeypatch.setattr(Streamed, "places", lambda self, rows: looked.extend(rows.tolist()) or places(self, rows))
+    monkeypatch.setattr(decodable, "known", {})
+    assert decodable.readable(data.test).positions.tolist() == good
     assert looked == [5, 9]
     path = next(cache.rglob("readable/*.json"))
     for damaged in ("", "{}", '{"images": 12, "undecodable": [99]}', '{"images": 12, "undecodable": null}'):
         for file in path.parent.glob("*.json"):
             file.write_text(damaged)
-        monkeypatch.setattr(readable, "_known", {})
-        assert readable.readable(data.test).positions.tolist() == good
+        monkeypatch.setattr(decodable, "known", {})
+        assert decodable.readable(data.test).positions.tolist() == good
     assert json.loads(path.read_text())["images"] in (12, 7, 10)
 
 
 def test_mended_images_count_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = spoilt(tmp_path / "pictures")
-    assert len(readable.readable(data.test, workers=1).split) == 10
+    assert len(decodable.readable(data.test, workers=1).split) == 10
     (tmp_path / "pictures/test/class1/004.jpg").write_bytes(encoded(1))
-    monkeypatch.setattr(readable, "_known", {})
-    assert len(readable.readable(data.test).split) == 11
+    monkeypatch.setattr(decodable, "known", {})
+    assert len(decodable.readable(data.test).split) == 11
 
 
 def test_an_audit_knows_which_images_it_has(tmp_path: Path) -> None:
     data = spoilt(tmp_path / "pictures")
-    audit = Audit(assess.Subject(Flat(), data), None)
+    audit = Audit(accuracy.Subject(Flat(), data), None)
     assert audit.chosen.tolist() == [row for row in range(12) if row not in (5, 9)]
     assert audit.natural()["n"] == 10
     for file in (tmp_path / "pictures/test").rglob("*.*"):
         file.write_bytes(b"")
     with pytest.raises(DataError, match="none of 12 images can be decoded"):
-        Audit(assess.Subject(Flat(), load("folder", tmp_path / "pictures", 8, stream=True)), None)
+        Audit(accuracy.Subject(Flat(), load("folder", tmp_path / "pictures", 8, stream=True)), None)
 
 
 def test_images_in_memory_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
     digits = load("digits")
     with caplog.at_level(logging.DEBUG, "harp"):
-        found = readable.readable(digits.test)
+        found = decodable.readable(digits.test)
     assert found.split is digits.test and len(found.positions) == 500 and not caplog.records
 
 

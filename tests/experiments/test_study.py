@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from harp import data, narrow, recipe, study
+from harp.data import registry
 from harp.errors import BudgetError, RecipeError
-from harp.pruners import PRUNERS
-from harp.study import Method, method, split_methods
-from tests.test_cli import RECIPE
+from harp.experiments import dense_baseline, recipe, study
+from harp.experiments.study import Method, method, split_methods
+from harp.pruning.methods import PRUNERS
+from support.commands import RECIPE
 
 STUDY = {"recipe": RECIPE, "methods": ["harp", "hydra+lamp"], "keep": ["5%", 0.2], "seeds": [3, 1]}
 
@@ -120,7 +121,8 @@ def test_commas_between_methods_and_between_options() -> None:
         ("hydra+lam", "unknown strategy 'lam': did you mean 'lamp'?"),
         ("hydra+lamp:strategy=erk", "has its strategy twice"),
         ("harp-s+lamp", "harp-s takes no strategy"),
-        ("harp:keep=1%", "keep is the study's"),
+        ("harp:keep=1%", "keep is given apart"),
+        ({"name": "harp", "keep": "1%"}, "keep is the study's"),
         ("dense-small:width=3", "dense-small has no options"),
         ("dense+lamp", "dense takes no strategy"),
         ({"name": "dense", "at": {"1%": {"width": 3}}}, "dense has no options"),
@@ -152,7 +154,7 @@ def test_methods_that_make_no_sense(value: Any, said: str) -> None:
         ({"seeds": [0, "0"]}, "seeds: 0 is there twice"),
         ({"seeds": [0.5]}, "seed 0.5: give a whole number"),
         ({"recipe": 3}, "recipe is 3"),
-        ({"recipe": "digits/harp-98"}, "did you mean 'digits/harp-99'?"),
+        ({"recipe": "digits/harb-99"}, "did you mean 'digits/harp-99'?"),
         ({"recipe": {**RECIPE, "stagse": []}}, "did you mean 'stages'?"),
         ({"name": "a/b"}, "write it like 'a-b'"),
         ({"protocol": "papers"}, "unknown protocol 'papers': did you mean 'paper'?"),
@@ -219,26 +221,32 @@ def test_shipped_studies_are_whole(name: str) -> None:
 @pytest.mark.parametrize("model", ["tinynet", "convnet", "resnet8"])
 @pytest.mark.parametrize("keep", [0.5, 0.1, 0.03])
 def test_a_small_dense_network_is_as_large_as_the_budget_allows(model: str, keep: float) -> None:
-    digits = data.load("digits", None)
+    digits = registry.load("digits", None)
     made = recipe.parse({**RECIPE, "model": {"name": model}})
-    total = round(keep * narrow.size(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1))
-    width = narrow.width(made, digits, total)
-    assert narrow.size(made, digits, width) <= total < narrow.size(made, digits, width + 1 / narrow.STEPS)
+    total = round(
+        keep * dense_baseline.size(made, digits, 16 if model == "tinynet" else 32 if model == "convnet" else 1)
+    )
+    width = dense_baseline.width(made, digits, total)
+    assert (
+        dense_baseline.size(made, digits, width)
+        <= total
+        < dense_baseline.size(made, digits, width + 1 / dense_baseline.STEPS)
+    )
     # Steps below 1 / STEPS are no other networks: half a channel of the widest layer is more than that.
-    fine = [narrow.size(made, digits, width + part / narrow.STEPS / 8) for part in range(9)]
+    fine = [dense_baseline.size(made, digits, width + part / dense_baseline.STEPS / 8) for part in range(9)]
     assert len({count for count in fine if count > total}) == 1
 
 
 def test_budgets_below_the_narrowest_network_and_models_without_width(tmp_path: Path) -> None:
-    digits = data.load("digits", None)
+    digits = registry.load("digits", None)
     with pytest.raises(BudgetError, match="at its narrowest, above 20"):
-        narrow.width(recipe.parse(RECIPE), digits, 20)
+        dense_baseline.width(recipe.parse(RECIPE), digits, 20)
     source = tmp_path / "mine.py"
     source.write_text(
         "from torch import nn\ndef net(num_classes): return nn.Sequential(nn.Flatten(), nn.Linear(64, num_classes))\n"
         "def same(num_classes, width=1): return net(num_classes)\n"
     )
     with pytest.raises(RecipeError, match="no option 'width'"):
-        narrow.width(recipe.parse({**RECIPE, "model": f"{source}:net"}), digits, 20)
+        dense_baseline.width(recipe.parse({**RECIPE, "model": f"{source}:net"}), digits, 20)
     with pytest.raises(RecipeError, match="does not grow"):
-        narrow.width(recipe.parse({**RECIPE, "model": f"{source}:same"}), digits, 1000)
+        dense_baseline.width(recipe.parse({**RECIPE, "model": f"{source}:same"}), digits, 1000)

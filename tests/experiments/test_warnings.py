@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from harp import card, finished, recipe, report
 from harp.errors import AT_CHANCE, CheckpointError
-from harp.run import Run
-from harp.training import Fitted
-from tests.conftest import Harp
-from tests.finished_run import edit
-from tests.test_cli import RECIPE
+from harp.experiments import finished_run, recipe
+from harp.experiments.run import Run
+from harp.reports import card, html
+from harp.training.loop import Fitted
+from support.commands import RECIPE, Harp
+from support.finished_run import edit
 
 PRETRAIN = {"name": "pretrain", "pruner": "dense", "epochs": 3}
 FINETUNE = {"name": "finetune", "pruner": "fixed", "epochs": 0}
@@ -54,7 +54,7 @@ def test_a_network_that_pruning_wrecked_is_told_everywhere(harp: Harp) -> None:
     assert maker == "a line of its maker" and first.startswith("> **Warning:** Pruning left a network")
     assert "- Pruning left a network" in text.split("## Caveats")[1]
 
-    page, data, words = (path.read_text() for path in report.build([folder], Path("page")))
+    page, data, words = (path.read_text() for path in html.build([folder], Path("page")))
     assert page.count('<div class="warnings" role="alert">') == 1
     assert "Pruning left a network" in page.split('<div class="warnings"')[1].split("</div>")[0]
     assert json.loads(data)["warnings"][0] == warning
@@ -70,7 +70,7 @@ def test_a_good_network_is_not_warned_of(harp: Harp) -> None:
     assert (summary["at_chance"], summary["budget_met"], summary["warnings"]) == (False, True, [])
     assert not [line for line in (*out, *err) if "warning" in line]
     assert "Warning" not in card.card(folder)
-    assert 'class="warnings"' not in report.build([folder], Path("page"))[0].read_text()
+    assert 'class="warnings"' not in html.build([folder], Path("page"))[0].read_text()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_budget_missed_in_training_is_told_everywhere_and_later(harp: Harp) ->
     assert warning.startswith("The budget was not met in stage prune (exceeded by 1") and "gamma_step" in warning
     assert f"warning: {warning}" in out
     assert "> **Warning:** The budget was not met" in card.card(folder)
-    page, data, _ = (path.read_text() for path in report.build([folder], Path("page")))
+    page, data, _ = (path.read_text() for path in html.build([folder], Path("page")))
     assert "The budget was not met" in page.split('<div class="warnings"')[1].split("</div>")[0]
     assert len([text for text in json.loads(data)["warnings"] if "budget was not met" in text]) == 1, "once"
 
@@ -158,12 +158,12 @@ def test_runs_of_older_versions_have_no_warnings(harp: Harp) -> None:
     for key in ("warnings", "at_chance", "budget_met"):
         del summary[key]
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert finished.read(folder).warnings == []
+    assert finished_run.read(folder).warnings == []
     assert "Warning" not in card.card(folder)
-    assert 'class="warnings"' not in report.build([folder], Path("page"))[0].read_text()
+    assert 'class="warnings"' not in html.build([folder], Path("page"))[0].read_text()
     edit(folder / "summary.json", warnings="none")
-    with pytest.raises(CheckpointError, match="'warnings' that are no list"):
-        finished.read(folder)
+    with pytest.raises(CheckpointError, match="warnings: Input should be a valid list"):
+        finished_run.read(folder)
 
 
 def test_several_runs_are_told_apart(harp: Harp) -> None:
@@ -175,7 +175,7 @@ def test_several_runs_are_told_apart(harp: Harp) -> None:
             (other / path.name).write_bytes(path.read_bytes())
     (other / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + "seed: 5\n")
     edit(other / "summary.json", warnings=[], at_chance=False)
-    words = report.build([folder, other], Path("page"))[2].read_text()
+    words = html.build([folder, other], Path("page"))[2].read_text()
     assert words.count("> **Warning:** ") == 1 and ", seed 0: Pruning left" in words
 
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import masks as mask_ops
-from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.objectives import Natural
-from harp.pruners import Admm, Fixed, Plan
-from harp.pruners.admm import project
-from harp.schedules import sawtooth
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Memory, Three
+from harp.pruning import masks as mask_ops
+from harp.pruning.allocation import allocate
+from harp.pruning.methods import Admm, Fixed, Plan
+from harp.pruning.methods.admm import project
+from harp.pruning.schedules import sawtooth
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural
+from support import cases
+from support.methods import Memory, Three
 
 values = st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=6)
 

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import allocate, models, survey
+from harp import models
 from harp.errors import BudgetError, RecipeError
-from harp.units import Weights
+from harp.experiments import plan
+from harp.pruning import allocation
+from harp.pruning.units import Weights
 
 # Counts printed in the paper's strategy figures: VGG16 at 0.1 %, ResNet50 at 1 %.
 VGG16_ERK = [101, 185, 273, 361, 538, 714, 714, 1067, 1420, 1420, 1420, 1420, 1420, 3177, 706, 367]
@@ -46,14 +48,14 @@ def vgg16() -> Weights:
 @pytest.mark.parametrize(("strategy", "published"), [("erk", VGG16_ERK), ("uniform", VGG16_UNIFORM)])
 def test_vgg16_table_is_met_to_the_weight(vgg16: Weights, strategy: str, published: list[int]) -> None:
     assert vgg16.total(0.001) == sum(published) == 15_303
-    assert allocate.allocate(strategy, vgg16, 15_303) == published
+    assert allocation.allocate(strategy, vgg16, 15_303) == published
 
 
 @pytest.mark.parametrize(("strategy", "published"), [("erk", RESNET50_ERK), ("uniform", RESNET50_UNIFORM)])
 def test_resnet50_table_as_published_and_exact(strategy: str, published: list[int]) -> None:
     net = models.build("resnet50", num_classes=1000, shape=(3, 64, 64))
-    assert [row["kept"] for row in survey.spread(Weights(net), strategy, 0.01, as_published=True)] == published
-    exact = [row["kept"] for row in survey.spread(Weights(net), strategy, 0.01)]
+    assert [row["kept"] for row in plan.spread(Weights(net), strategy, 0.01, as_published=True)] == published
+    exact = [row["kept"] for row in plan.spread(Weights(net), strategy, 0.01)]
     assert sum(exact) == 255_029  # the published integers sum to 255 033 and 255 027
     assert max(abs(a - b) for a, b in zip(exact, published, strict=True)) == 1
 
@@ -68,7 +70,7 @@ def test_resnet50_table_as_published_and_exact(strategy: str, published: list[in
 )
 def test_erk_saturates_the_layers_that_the_authors_found_dense(name: str, keep: float, dense: set[str]) -> None:
     units = Weights(models.build(name, num_classes=10, shape=(3, 32, 32)))
-    counts = allocate.erk(units, units.total(keep))
+    counts = allocation.erk(units, units.total(keep))
     assert sum(counts) == units.total(keep)
     full = {n for n, size, count in zip(units.names, units.sizes, counts, strict=True) if count == size}
     assert full == dense
@@ -76,11 +78,20 @@ def test_erk_saturates_the_layers_that_the_authors_found_dense(name: str, keep: 
 
 def test_igq_gives_the_closed_form(vgg16: Weights) -> None:
     expected = [634, 975, 988, 995, 998, 1000, 1000, 1001, 1001, 1001, 1001, 1001, 1001, 1000, 987, 720]
-    assert allocate.igq(vgg16, 15_303) == expected
+    assert allocation.igq(vgg16, 15_303) == expected
+
+
+def test_igq_keeps_its_form_in_the_layers_that_no_limit_binds() -> None:
+    shapes = [(100, 100), (200, 200), (400, 400), (50, 50)]
+    units = Weights(Layers(shapes), minimum={"layers.3": 1.0}, maximum={"layers.2": 0.01})
+    first, second, *bound = allocation.igq(units, units.total(0.1))
+    assert bound == [1600, 2500]
+    # k = n / (F n + 1) with one F for both: 1 / k - 1 / n = F.
+    assert 1 / first - 1 / 10_000 == pytest.approx(1 / second - 1 / 40_000, rel=1e-3)
 
 
 shapes = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8)
-strategies = st.sampled_from(sorted(allocate.STRATEGIES))
+strategies = st.sampled_from(sorted(allocation.STRATEGIES))
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +106,7 @@ def test_every_strategy_is_exact_and_bounded(
     except BudgetError:
         assert round(keep * sum(units.sizes)) <= len(shapes)
         return
-    counts = allocate.allocate(strategy, units, total)
+    counts = allocation.allocate(strategy, units, total)
     assert sum(counts) == total
     assert all(low <= count <= high for low, count, high in zip(units.lower, counts, units.upper, strict=True))
 
@@ -109,19 +120,23 @@ def test_counts_grow_with_the_budget(shapes: list[tuple[int, int]], strategy: st
     totals = sorted({least, (least + most) // 2, (least + 3 * most) // 4, most})
     rounding = 0 if strategy in ("lamp", "global") else 1  # largest remainder may move one weight the other way
     for small, large in itertools.pairwise(totals):
-        pairs = zip(allocate.allocate(strategy, units, small), allocate.allocate(strategy, units, large), strict=True)
+        pairs = zip(
+            allocation.allocate(strategy, units, small), allocation.allocate(strategy, units, large), strict=True
+        )
         assert all(a <= b + rounding for a, b in pairs)
 
 
 def test_limits_hold_under_every_strategy() -> None:
     torch.manual_seed(0)
     net = Layers([(10, 10), (20, 20), (30, 30), (5, 5)])
-    units = Weights(net, minimum={"layers.0": 0.5}, maximum={"layers.2": 0.02}, ignore=["layers.3"])
+    units = Weights(net, minimum={"layers.0": 0.7}, maximum={"layers.2": 0.02}, ignore=["layers.3"])
     assert units.names == ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
-    for strategy in allocate.STRATEGIES:
-        counts = allocate.allocate(strategy, units, units.total(0.2))
+    for strategy in allocation.STRATEGIES:
+        free = allocation.allocate(strategy, Weights(net, ignore=["layers.3"]), 280)
+        assert free[0] < 70 and free[2] > 18, "both limits bind"
+        counts = allocation.allocate(strategy, units, units.total(0.2))
         assert sum(counts) == 280
-        assert counts[0] >= 50
+        assert counts[0] >= 70
         assert counts[2] <= 18
 
 
@@ -135,17 +150,17 @@ def test_lamp_equals_its_definition() -> None:
     scores.sort(reverse=True)
     for total in (3, 10, 25, 52):
         expected = [sum(1 for _, layer in scores[:total] if layer == number) for number in range(3)]
-        assert allocate.lamp(units, total) == expected
+        assert allocation.lamp(units, total) == expected
 
 
 def test_lamp_is_blind_to_a_layers_scale_and_never_empties_a_layer() -> None:
     torch.manual_seed(4)
     net = Layers([(20, 20), (30, 30), (3, 3)])
-    before = allocate.lamp(Weights(net), 60)
+    before = allocation.lamp(Weights(net), 60)
     with torch.no_grad():
         net.layers[1].weight.mul_(1e-3)
-    assert allocate.lamp(Weights(net), 60) == before
-    assert min(allocate.lamp(Weights(net), 3)) == 1
+    assert allocation.lamp(Weights(net), 60) == before
+    assert min(allocation.lamp(Weights(net), 3)) == 1
 
 
 def test_global_magnitude_keeps_the_largest_of_all() -> None:
@@ -154,22 +169,25 @@ def test_global_magnitude_keeps_the_largest_of_all() -> None:
     values = np.concatenate([w.detach().abs().flatten().numpy() for w in units.weights])
     threshold = np.sort(values)[-20]
     expected = [int((w.detach().abs() >= float(threshold)).sum()) for w in units.weights]
-    assert allocate.global_magnitude(units, 20) == expected
+    assert allocation.global_magnitude(units, 20) == expected
 
 
 def test_ties_are_resolved_to_the_exact_count() -> None:
     net = Layers([(5, 5), (5, 5)])
     for parameter in net.parameters():
         nn.init.constant_(parameter, 1.0)
-    for strategy in allocate.STRATEGIES:
-        assert sum(allocate.allocate(strategy, Weights(net), 17)) == 17
+    for strategy in allocation.STRATEGIES:
+        assert sum(allocation.allocate(strategy, Weights(net), 17)) == 17
 
 
 def test_given_rates_are_taken_as_they_are_where_they_fit() -> None:
     units = Weights(Layers([(10, 10), (20, 5)]))
     rates = {"layers.0.weight": 0.3, "layers.1.weight": 0.07}
-    assert allocate.allocate(rates, units, 37) == [30, 7]
-    assert allocate.allocate({"layers.0.weight": 30.0, "layers.1.weight": 7.0}, units, 74) == [60, 14]
+    assert allocation.allocate(rates, units, 37) == [30, 7]
+    larger = Weights(Layers([(10, 10), (20, 10)]))
+    rates = {"layers.0.weight": 1.0, "layers.1.weight": 0.07}
+    assert allocation.allocate(rates, larger, 57) == [50, 7], "a 1.0 among them is a rate too"
+    assert allocation.allocate({"layers.0.weight": 30.0, "layers.1.weight": 7.0}, units, 74) == [60, 14]
 
 
 @pytest.mark.parametrize(
@@ -182,19 +200,19 @@ def test_given_rates_are_taken_as_they_are_where_they_fit() -> None:
 )
 def test_wrong_given_rates_are_named(rates: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="given strategy"):
-        allocate.allocate(rates, Weights(Layers([(10, 10), (20, 5)])), 20)
+        allocation.allocate(rates, Weights(Layers([(10, 10), (20, 5)])), 20)
 
 
 def test_unknown_strategy_lists_the_known() -> None:
     with pytest.raises(RecipeError, match="uniform, erk, lamp, global, igq"):
-        allocate.allocate("erq", Weights(Layers([(2, 2)])), 2)
+        allocation.allocate("erq", Weights(Layers([(2, 2)])), 2)
 
 
 @pytest.mark.parametrize(("keep", "share"), [(0.2, 0.5), (0.1, 0.5), (0.01, 0.1**0.5), (0.0025, 0.025**0.5)])
 def test_a_blend_is_between_uniform_and_lamp(keep: float, share: float) -> None:
     units = Weights(models.build("vgg8", num_classes=10, shape=(3, 32, 32)))
     total = units.total(keep)
-    even, fed, found = (allocate.allocate(name, units, total) for name in ("uniform", "lamp", "blend"))
+    even, fed, found = (allocation.allocate(name, units, total) for name in ("uniform", "lamp", "blend"))
     assert sum(found) == total
     for low, high, count in zip(even, fed, found, strict=True):
         assert count == pytest.approx(share * low + (1 - share) * high, abs=2)
@@ -204,9 +222,9 @@ def test_a_blend_is_between_uniform_and_lamp(keep: float, share: float) -> None:
 def test_boosted_ends_are_dense_or_take_a_fifth(keep: float, share: float) -> None:
     units = Weights(models.build("vgg16", num_classes=10, shape=(3, 32, 32)))
     total = units.total(keep)
-    counts = allocate.allocate("boosted", units, total)
+    counts = allocation.allocate("boosted", units, total)
     assert sum(counts) == total
     assert (counts[0] + counts[-1]) / total == pytest.approx(share, rel=1e-3)
-    middle = allocate.allocate("igq", units, total)[1:-1]
+    middle = allocation.allocate("igq", units, total)[1:-1]
     relative = [a / b for a, b in zip(counts[1:-1], middle, strict=True)]
     assert max(relative) - min(relative) < 0.02  # the rest is spread by IGQ

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
 from harp.attacks import Ball, Pgd
 from harp.errors import ModelError, RecipeError
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import AnpVs, Plan
-from harp.pruners.beta_bernoulli import ALPHA, Gate, divergence, expected_pi, sample_log_pi
-from harp.standardised import CrippledPgd, Standardised, standardise
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Three, train
+from harp.pruning import masks as mask_ops
+from harp.pruning.methods import AnpVs, Plan
+from harp.pruning.methods._standardised import CrippledPgd, Standardised, standardise
+from harp.pruning.methods.beta_bernoulli import ALPHA, Gate, divergence, expected_pi, sample_log_pi
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.methods import Three, train
 
 KEEP = 0.1
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import masks as mask_ops
-from harp.allocate import allocate
 from harp.errors import BudgetError, RecipeError
 from harp.models import build
-from harp.objectives import Natural
-from harp.pruners.base import Plan
-from harp.pruners.bcs import BcsP, start_rates
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
+from harp.pruning import masks as mask_ops
+from harp.pruning.allocation import allocate
+from harp.pruning.methods.base import Plan
+from harp.pruning.methods.bcs import BcsP, start_rates
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural
+from support import cases
 
 
 def big(name: str) -> Weights:
@@ -183,6 +183,26 @@ def test_full_layers_pass_on_and_limits_hold() -> None:
         for answer in pruner.masks().values():
             assert answer.any()
         assert int(pruner.masks()["classifier.3.weight"].sum()) >= 32
+
+
+@pytest.mark.parametrize(("minimum", "least"), [({}, 1), ({"2": 0.5}, 10)])
+def test_an_emptied_layer_is_served_first(minimum: dict[str, float], least: int) -> None:
+    """By size alone the last layer would be given one weight in six hundred, and could stay empty for long."""
+    layers = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 20), nn.Linear(20, 1))
+    for seed in range(5):
+        pruner = BcsP(Weights(layers, minimum=minimum), keep=0.1, noise=0.0, seed=seed)
+        pruner.start()
+        for _ in range(200):  # the start is above the budget: let it fall first
+            if pruner.ready:
+                break
+            with torch.no_grad():
+                pruner.theta[1].masked_fill_(pruner.theta[1] < pruner.theta[1].median(), 0.0)
+            pruner.after_step()
+        with torch.no_grad():
+            pruner.theta[2].zero_()
+        pruner.after_step()
+        assert pruner.active()[2] >= least
+        assert sum(pruner.active()) == pruner.total
 
 
 def test_the_answer_is_the_largest_theta_while_too_many_live() -> None:

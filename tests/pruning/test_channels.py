@@ -2,7 +2,6 @@
 
 import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from harp import models
-from harp.channels import Channels, Cut
 from harp.errors import ModelError
-from tests.slimmed import draw
+from harp.pruning import masks as mask_ops
+from harp.pruning.channels import Channels, Cut
+from support.paths import ROOT
+from support.slimmed import draw
 
 
 class Mixed(nn.Module):
@@ -138,6 +139,19 @@ def test_what_masks_leave_unread_is_what_is_cut() -> None:
     assert torch.equal(full, model.linear.weight * masks["linear.weight"] * wanted[3][:, None])
 
 
+def test_what_was_frozen_stays_frozen_in_the_smaller_network() -> None:
+    model = Mixed()
+    frozen = {"plain.weight", "linear.bias"}
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    units = Channels(model, torch.rand(1, 3, 9, 8))
+    masks = units.expand(draw(units, 0.5, torch.Generator().manual_seed(1)))
+    mask_ops.apply(model, masks)
+    small = units.slim(model, masks)
+    assert all(small.get_parameter(name).shape < model.get_parameter(name).shape for name in frozen)
+    assert {name for name, parameter in small.named_parameters() if not parameter.requires_grad} == frozen
+
+
 def test_an_attention_with_fewer_heads_can_be_cut_again() -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 20, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), Tokens(), layer, nn.Flatten(), nn.Linear(64, 4)).eval()
@@ -160,7 +174,7 @@ class Tokens(nn.Module):
 
 
 def test_heads_with_masks_of_either_kind() -> None:
-    from harp.channels.attention import Attention
+    from harp.pruning.channels.attention import Attention
 
     theirs = nn.MultiheadAttention(12, 3, batch_first=True).eval()
     ours = Attention.of(theirs)
@@ -180,7 +194,7 @@ def test_training_a_model_in_half_precision_does_not_hide_its_channels() -> None
 
 
 def test_channels_last_weights_are_shaken_as_well() -> None:
-    from harp.channels.trial import shaken
+    from harp.pruning.channels.verify import shaken
 
     model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     nn.init.zeros_(model.weight)
@@ -198,11 +212,11 @@ def test_patterns_must_mean_something() -> None:
 
 
 def test_the_documentations_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "channels.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "channels.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     scope: dict[str, Any] = {}
     exec(compile(example.replace("32, 32))", "32, 32), width=0.25)", 1), "docs/channels.md", "exec"), scope)
-    share = scope["units"].spent(scope["found"]) / scope["units"].size
+    share = scope["units"].spent(scope["masks"]) / scope["units"].size
     assert capsys.readouterr().out.endswith(f"{share:.1%} of the FLOPs\n")
     assert share == pytest.approx(0.25, abs=0.02)
     left, before = (sum(p.numel() for p in scope[name].parameters()) for name in ("small", "model"))

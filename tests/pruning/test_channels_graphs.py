@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp.channels import Channels
 from harp.errors import ModelError
-from tests.slimmed import check
+from harp.pruning.channels import Channels
+from support.slimmed import check
 
 CHANNELS = st.sampled_from([2, 4, 6, 8])
 

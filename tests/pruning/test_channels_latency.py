@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp.channels import Channels
-from harp.channels.latency import Latency, Speed, accuracy, fitted, measure
 from harp.errors import ModelError, RecipeError
-from tests import cases
+from harp.pruning.channels import Channels
+from harp.pruning.channels.latency import Latency, Speed, accuracy, fitted, measure
+from support import cases
 
 
 class Clock:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.channels import Channels
 from harp.errors import ModelError
-from tests.slimmed import check
+from harp.pruning.channels import Channels
+from support.slimmed import check
 
 
 def conv(channels: int, out: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
 from harp import models
-from harp.channels import Cut, dead
-from harp.channels.constants import readings
-from harp.channels.dead import Removed, remove_dead, slim_for_training, spread_back, unread
 from harp.errors import ModelError
-from harp.masks import Masks
-from tests import cases
+from harp.pruning import masks as mask_ops
+from harp.pruning.channels import Cut, removal
+from harp.pruning.channels.constant_values import readings
+from harp.pruning.channels.removal import Removed, remove_dead, slim_for_training, spread_back, unread
+from harp.pruning.masks import Masks
+from support import cases
 
 
 def conv(read: int, give: int, size: int = 3, padding: int = 0, **options: Any) -> nn.Conv2d:
@@ -79,7 +79,7 @@ def test_a_channel_that_a_relu_makes_zero_goes_in_spite_of_padding() -> None:
     model = kill(chain(conv(6, 6, padding=1)), [-0.7, -0.1])
     found = remove_dead(model, IMAGES)
     check(model, found)
-    assert found.zero == dead.Gone(2, 2 * 6 * 9)
+    assert found.zero == removal.Gone(2, 2 * 6 * 9)
     assert found.model[0].out_channels == found.model[1].num_features == found.model[3].in_channels == 4
 
 
@@ -402,7 +402,7 @@ def test_a_wrong_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             reading.constant.fill_(True)
         return found
 
-    monkeypatch.setattr(dead, "readings", wrong)
+    monkeypatch.setattr(removal, "readings", wrong)
     with pytest.raises(ModelError, match="off by"):
         remove_dead(chain(conv(6, 6)), IMAGES)
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from harp import models
-from harp.channels import Channels
 from harp.errors import MissingExtra
 from harp.models import external
-from tests.slimmed import check
+from harp.pruning.channels import Channels
+from support.slimmed import check
 
 try:
     torchvision = external._import_torchvision()

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from harp import models
-from harp.masks import apply
-from harp.paths import Paths
-from harp.units import Weights
-from tests import cases
+from harp.pruning.connectivity import Paths
+from harp.pruning.masks import apply
+from harp.pruning.units import Weights
+from support import cases
 
 
 def chain() -> nn.Sequential:

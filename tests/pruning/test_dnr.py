@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
 from harp.errors import BudgetError, RecipeError
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import Dnr, Plan
-from harp.pruners.dnr import spread
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Memory, Three
+from harp.pruning import masks as mask_ops
+from harp.pruning.methods import Dnr, Plan
+from harp.pruning.methods.dnr import spread
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.methods import Memory, Three
 
 
 def stack(widths: list[int], seed: int = 0) -> nn.Module:

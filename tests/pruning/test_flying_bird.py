@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
-from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.objectives import Natural, PgdTraining, Trades
-from harp.pruners.base import Plan
-from harp.pruners.flying_bird import FlyingBird, FlyingBirdPlus
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
+from harp.pruning import masks as mask_ops
+from harp.pruning.allocation import allocate
+from harp.pruning.methods.base import Plan
+from harp.pruning.methods.flying_bird import FlyingBird, FlyingBirdPlus
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining, Trades
+from support import cases
 
 
 def begun(
@@ -46,15 +46,14 @@ def live(pruner: FlyingBird) -> list[Tensor]:
 
 
 def test_a_move_drops_the_smallest_and_regrows_from_zero() -> None:
+    still, other = begun(interval=99)  # the same training without a move
     pruner, optimizer = begun(interval=3)
-    step(pruner, optimizer)
-    step(pruner, optimizer)
-    old = live(pruner)
-    pruner._rewire, rewire = lambda: None, pruner._rewire  # type: ignore[method-assign]
-    step(pruner, optimizer)
-    weights = [weight.detach().clone() for weight in pruner.units.weights]
-    rewire()
-    death = pruner.death
+    for trained in ((still, other), (pruner, optimizer)):
+        torch.manual_seed(0)
+        for _ in range(3):
+            step(*trained)
+    old, death = live(still), pruner.death
+    weights = [weight.detach().clone() for weight in still.units.weights]
     for i, (weight, mask) in enumerate(zip(weights, old, strict=True)):
         now, new = live(pruner)[i], pruner.units.weights[i].detach()
         count = int(mask.sum())
@@ -105,13 +104,11 @@ def test_intervals_are_a_third_longer_in_the_second_half_and_the_last_step_is_fo
     assert moves(*begun(interval=6), 40) == [6, 12, 18, 26, 34]
     assert moves(*begun(interval=10), 40) == [10, 20, 33]
     assert moves(*begun(plan=Plan(1, 5, 0.1), interval=1), 5) == [1, 2, 3, 4]
-    pruner, _ = begun()
-    pruner.start(Plan(200, 352, 0.1))
-    assert pruner._interval() == 900
-    pruner.step = 200 * 176 + 1
-    assert pruner._interval() == 1200
-    pruner.start(Plan(1, 5, 0.1))
-    assert pruner._interval() == 1
+    assert moves(*begun(plan=Plan(1, 5, 0.1)), 5) == [1, 2, 3, 4]
+    pruner, optimizer = begun(plan=Plan(200, 352, 0.1))
+    for half, interval in ((0, 900), (200 * 176, 1200)):
+        pruner.moved, pruner.step = half, half + interval - 2
+        assert moves(pruner, optimizer, 2) == [2]
 
 
 def test_the_death_rate_falls_along_half_a_cosine() -> None:
@@ -256,6 +253,15 @@ def test_the_accuracy_of_training_is_that_of_the_loss_pass(objective: Any) -> No
     pruner.observe({"loss": 1.0})
     assert len(pruner.gaps) == 1
     assert pruner.answers.tolist() == [0, 0], "an epoch without validation does not count for the next"
+
+
+def test_plus_is_steered_by_the_robust_accuracy_where_both_are_known() -> None:
+    pruner = FlyingBirdPlus(Weights(cases.build("conv")), keep=0.5)
+    for natural, robust in ((0.75, 0.25), (0.5, 0.125)):
+        pruner.answers += torch.tensor([6, 8])
+        pruner.observe({"natural": natural, "robust": robust})
+    assert pruner.validated == [0.25, 0.125]
+    assert pruner.gaps == [0.5, 0.625]
 
 
 def test_an_objective_of_ones_own_that_knows_no_forward_is_not_measured() -> None:

@@ -8,14 +8,15 @@ from torch import nn
 
 from harp import models
 from harp.attacks import Pgd
-from harp.batches import Batches
-from harp.data import load
-from harp.objectives import PgdTraining
-from harp.pruners import Dense, Harp, Hydra
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.reference import Twin
+from harp.data.batches import Batches
+from harp.data.registry import load
+from harp.pruning.methods import Dense, Harp, Hydra
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
+from support import cases
+from support.methods import Memory, Three, assert_same_state
+from support.reference import Twin
 
 KEEP = 0.05
 
@@ -76,7 +77,7 @@ def test_the_fast_core_equals_the_slow_twin_over_twenty_steps(case: str, learned
 
 
 def _weight(layer: nn.Module) -> torch.Tensor:
-    from tests.reference import SortedMask
+    from support.reference import SortedMask
 
     return layer.layer.weight * SortedMask.apply(layer.scores.abs(), layer.density())
 
@@ -137,6 +138,46 @@ def test_gamma_follows_the_papers_figure() -> None:
         ready.append(pruner.ready)
     assert gammas == pytest.approx([0.01 * min(epoch, 11) for epoch in range(1, 21)])
     assert ready == [False] * 10 + [True] * 10
+
+
+def spend(pruner: Harp, factor: float) -> None:
+    """Shift all quotas until the soft rates spend so many times the budget."""
+    with torch.no_grad():
+        pruner.quotas += pruner._balance(factor * pruner.total)
+    assert float(pruner.units.cost(pruner.rates().detach())) == pytest.approx(factor * pruner.total, rel=1e-4)
+
+
+def test_an_epoch_can_be_chosen_within_one_per_cent_of_a_budget_that_was_met() -> None:
+    pruner = Harp(Weights(cases.build("conv")), keep=0.05, published=True)
+    ready = []
+    for factor in (1.005, 0.99, 1.005, 1.015, 1.5, 0.99):
+        state = pruner.state_dict()  # a resume between any two epochs makes no difference
+        pruner = Harp(Weights(cases.build("conv")), keep=0.05, published=True)
+        pruner.load_state_dict(state)
+        spend(pruner, factor)
+        pruner.after_epoch()
+        ready.append(pruner.ready)
+    assert ready == [False, True, True, False, False, True]
+    assert pruner.gamma == pytest.approx(2 * pruner.step), "frozen since the second epoch"
+
+
+@pytest.mark.parametrize("stop_after", [2, 4, 8, 13])  # epochs 1, 2, 3 and 5
+def test_a_resumed_training_goes_on_with_its_gamma(stop_after: int) -> None:
+    def trained(keeper: Memory) -> tuple[list[tuple[float, float]], Harp]:
+        model = cases.build("residual")
+        pruner = Harp(Weights(model), keep=0.02, published=True, gamma_step=0.5)
+        fitted = fit(model, Three(), PgdTraining(steps=1), pruner, epochs=5, lr=0.1, keeper=keeper)
+        return [(record["gamma"], record["budget_loss"]) for record in fitted.history], pruner
+
+    expected, pruner = trained(Memory())
+    gammas = [gamma for gamma, _ in expected]
+    assert gammas == pytest.approx([0.5, 1.0, 1.5, 1.5, 1.5]), "it grows until the budget is met"
+    keeper = Memory(stop_after)
+    with pytest.raises(InterruptedError):
+        trained(keeper)
+    found, resumed = trained(Memory(state=keeper.state))
+    assert found == expected
+    assert_same_state(resumed, pruner)
 
 
 def quota_flow(keep: float, weight_decay: float, steps: int, gamma: float = 1.0) -> tuple[Weights, Harp]:

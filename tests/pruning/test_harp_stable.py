@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp.allocate import allocate
-from harp.masks import kept
-from harp.objectives import Natural, PgdTraining
-from harp.paths import Paths
-from harp.pruners import PRUNERS, Harp, Plan, Tandem
-from harp.pruners.base import largest
-from harp.training import fit
-from harp.units import Units, Weights
-from tests import cases
-from tests.test_pruners import Three, train
-from tests.test_unit_kinds import make
+from harp.pruning.allocation import allocate
+from harp.pruning.connectivity import Paths
+from harp.pruning.masks import kept
+from harp.pruning.methods import PRUNERS, Harp, Plan, Tandem
+from harp.pruning.methods.base import largest
+from harp.pruning.units import Units, Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.kinds import make
+from support.methods import Memory, Three, assert_same_state, train
 
 LEARNERS = [Harp, Tandem]
 
@@ -99,17 +99,67 @@ def test_a_dead_filter_does_not_move_the_quotas() -> None:
     assert layer[4].any() and not torch.equal(worth[0], pruner._worth(wild))
 
 
+def test_a_kept_weight_does_not_move_the_quotas() -> None:
+    pruner = Harp(Weights(cases.build("conv")), keep=0.1)
+    pruner.trainable()
+    pruner.start()
+    gradients = [torch.where(kept, 1e6, -2.0) for kept in pruner._kept]
+    assert pruner._worth(gradients).tolist() == pytest.approx([2.0] * 4), "the mean over pruned weights, turned"
+    gradients[2] = None
+    assert pruner._worth(gradients).tolist() == pytest.approx([2.0, 2.0, 0.0, 2.0])
+    pruner._kept[0].fill_(True)
+    assert float(pruner._worth(gradients)[0]) == 0, "a full layer can't keep more"
+
+
+@pytest.mark.parametrize("steps", [10, 60])
+def test_no_quota_moves_further_than_its_reach_whatever_the_gradients(steps: int) -> None:
+    pruner = Harp(Weights(cases.build("conv")), keep=0.1, reach=1.5)
+    pruner.trainable()
+    pruner.start(Plan(1, steps, lr=0.1))
+    first, path = pruner.quotas.detach().clone(), 0.0
+    for step in range(steps + 20):  # and stands still should the training be longer than planned
+        before = pruner.quotas.detach().clone()
+        pruner.pull([torch.full(score.shape, -(1.5**step)) for score in pruner.scores])
+        pruner.after_step()
+        path += float((pruner.quotas.detach() - before).max())
+        assert step < steps or torch.equal(before, pruner.quotas.detach())
+    assert path == pytest.approx(1.5, rel=1.1 / steps), "gradients that grow use the whole of it"
+    assert float((pruner.quotas.detach() - first).abs().max()) <= 1.5 * (1 + 1 / steps) + 1e-5
+
+
+@pytest.mark.parametrize("name", ["harp", "harp-r", "tandem"])
+@pytest.mark.parametrize("stop_after", [4, 11, 17])  # while the budget falls; after a look at the ways; at the target
+def test_a_resumed_training_is_the_uninterrupted_one(name: str, stop_after: int) -> None:
+    def trained(keeper: Memory) -> tuple[list[Any], Harp]:
+        model = cases.build("conv")
+        pruner = PRUNERS[name](Weights(model, example=cases.batch()[0]), keep=0.02)
+        fitted = fit(model, Three(), PgdTraining(steps=1), pruner, epochs=8, lr=0.1, keeper=keeper)
+        return [(record["rate"], record["loss"]) for record in fitted.history], pruner
+
+    expected, pruner = trained(Memory())
+    assert all(not pruner.get_buffer(f"open{i}").all() for i in (1, 2)), "there are weights without a way"
+    keeper = Memory(stop_after)
+    with pytest.raises(InterruptedError):
+        trained(keeper)
+    found, resumed = trained(Memory(state=keeper.state))
+    assert found == expected
+    assert_same_state(resumed, pruner)
+
+
 def test_one_wild_gradient_moves_a_quota_by_a_bounded_step() -> None:
     pruner = Harp(Weights(cases.build("conv")), keep=0.1, reach=3.0)
     pruner.trainable()
     pruner.start(Plan(1, 100, lr=0.1))
-    for size in (1.0, 1e8, float("inf"), float("nan")):
+    for size in (1.0, 1e8, 1e25, 3e38, float("inf"), float("nan")):
         before = pruner.quotas.detach().clone()
         pruner.pull([torch.full(score.shape, -size) for score in pruner.scores])
         assert bool(((pruner.quotas - before).abs() <= 3.0 * 2 / 100 + 1e-6).all())
+        assert bool(torch.isfinite(pruner.spread).all()), "or no quota would ever move again"
         for score in pruner.scores:
             assert bool(torch.isfinite(score.grad).all())
             assert float(score.grad.norm()) <= float(score.detach().norm()) * (1 + 1e-4)
+    halves = [torch.linspace(-1, 1, score.numel()).sign().view(score.shape) * 3e38 for score in pruner.scores]
+    assert bool(torch.isfinite(pruner._worth(halves)).all()), "sums of infinities of both signs"
 
 
 def test_layers_whose_pruned_weights_would_lower_the_loss_gain() -> None:

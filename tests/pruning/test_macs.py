@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from harp import models
-from harp.cost import cost
 from harp.errors import ModelError
-from tests.cases import CASES, build
+from harp.pruning.macs import cost
+from support.cases import CASES, build
 
 SHAPE = (3, 8, 8)
 

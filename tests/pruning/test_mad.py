@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
-from harp import objectives
-from harp.allocate import allocate
 from harp.errors import ModelError, RecipeError
-from harp.kfac import layer_product
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import Mad
-from harp.pruners.mad import _damage, by_rows, order, soft_masks
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Memory, Three
+from harp.pruning import masks as mask_ops
+from harp.pruning.allocation import allocate
+from harp.pruning.methods import Mad
+from harp.pruning.methods._kfac import layer_product
+from harp.pruning.methods.mad import by_rows, order, removed, soft_masks
+from harp.pruning.units import Weights
+from harp.training import objectives
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.methods import Memory, Three
 
 KEEP = 0.1
 
@@ -131,7 +131,7 @@ def test_of_linear_least_squares_the_saliency_sums_to_the_exact_change_of_the_lo
 def test_masks_that_never_left_one_give_exactly_zero() -> None:
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1000,), math.log(math.e - 1), dtype=dtype)
-        assert not _damage(torch.randn(1000, dtype=dtype), one).any()
+        assert not removed(torch.randn(1000, dtype=dtype), one).any()
     model = cases.build("conv")
     pruner = Mad(Weights(model), KEEP, mask_lr=1e-30)  # too small a step to be one
     magnitude = pruner.masks()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from harp import masks
 from harp.errors import CheckpointError, ModelError
-from tests import cases
+from harp.pruning import masks
+from support import cases
 
 scores = arrays.arrays(
     np.float32,
@@ -76,9 +76,9 @@ def test_a_mask_takes_one_bit_a_weight(tmp_path: Path) -> None:
 
 
 def test_other_files_are_no_masks(tmp_path: Path) -> None:
-    from harp import checkpoint
+    from harp.system.tensors import save_tensors
 
-    checkpoint.save_tensors(tmp_path / "other.safetensors", {"w": torch.ones(3)})
+    save_tensors(tmp_path / "other.safetensors", {"w": torch.ones(3)})
     with pytest.raises(CheckpointError, match="no file of masks"):
         masks.load(tmp_path / "other.safetensors")
 

@@ -1,140 +1,45 @@
 """The contract of every method over every model shape."""
 
 import copy
-import io
-import pickle
-from collections.abc import Callable
+import inspect
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from harp import masks as mask_ops
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude, Pruner, base
-from harp.pruners import harp as harp_file
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
+from harp.pruning import masks as mask_ops
+from harp.pruning.methods import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases, contract
+from support.methods import KEEP, VARIANTS, Memory, Three, make, train
 
-KEEP = 0.1
 METHODS = sorted(set(PRUNERS) - {"dense", "fixed"})
 LEARNED = ["harp", "harp-r", "harp-s", "hydra"]
-
-
-def make(method: str, model: nn.Module, **options: Any) -> Pruner:
-    units = Weights(model)
-    if method == "fixed":
-        return Fixed(units, Magnitude(units, KEEP).masks())
-    return PRUNERS[method](units, **({} if method == "dense" else {"keep": KEEP}), **options)
-
-
-def train(model: nn.Module, pruner: Pruner, steps: int = 4, forward: Callable[..., Any] | None = None) -> None:
-    """A plain loop by the hooks."""
-    optimizer = torch.optim.SGD(pruner.trainable(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    pruner.start()
-    for step in range(steps):
-        x, y = cases.batch(seed=step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy((model if forward is None else forward)(x), y).backward()
-        pruner.after_backward()
-        optimizer.step()
-        pruner.after_step()
+ONE_SHOT = ["erk", "global", "lamp", "magnitude", "random"]
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
 def test_the_budget_is_exact_at_every_moment_and_the_model_stays_plain(method: str, case: str) -> None:
-    model = cases.build(case)
-    keys = list(model.state_dict())
-    pruner = make(method, model)
-    for steps in (0, 1, 3):
-        train(model, pruner, steps)
-        answer = pruner.masks()
-        assert mask_ops.kept(answer) == pruner.total
-        rounded, cut = Weights(model).total(KEEP), int(KEEP * sum(pruner.units.sizes))
-        assert pruner.total == (cut if method == "bcs-p" else rounded)  # its paper cuts where the others round
-        assert list(answer) == pruner.units.names
-        with pruner.exact():
-            assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total
-            assert all(not w[~answer[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(answer.values(), pruner.masks().values(), strict=True)), "idempotent"
-    assert list(model.state_dict()) == keys
-    finished = pruner.finish()
-    assert all(not w[~finished[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
-    assert all(parameter.requires_grad for parameter in model.parameters())
+    contract.budget_is_exact_and_model_stays_plain(method, case)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", sorted(PRUNERS))
 def test_deepcopy_and_pickle_of_the_model_in_the_middle(method: str, case: str) -> None:
-    model = cases.build(case)
-    pruner = make(method, model)
-    train(model, pruner, 2)
-    x, _ = cases.batch()
-    expected = model.eval()(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), expected)
-    both, learner = copy.deepcopy((model, pruner))
-    assert learner.units.model is both
-    assert all(torch.equal(a, b) for a, b in zip(learner.masks().values(), pruner.masks().values(), strict=True))
-
-
-class Memory:
-    """A keeper in memory that stops the training after so many saves, as bytes, so that nothing is shared."""
-
-    def __init__(self, stop_after: int | None = None, state: bytes | None = None) -> None:
-        self.stop_after, self.state, self.saves = stop_after, state, 0
-
-    def load(self) -> dict[str, Any] | None:
-        return None if self.state is None else torch.load(io.BytesIO(self.state), weights_only=True)
-
-    def due(self, last: bool = False) -> bool:
-        return not last
-
-    def save(self, state: dict[str, Any]) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        self.state = buffer.getvalue()
-        self.saves += 1
-        if self.saves == self.stop_after:
-            raise InterruptedError
-
-
-class Three:
-    """Three batches an epoch."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __call__(self, epoch: int, start: int = 0) -> Any:
-        return (cases.batch(seed=3 * epoch + i) for i in range(start, 3))
-
-
-def fitted(method: str, case: str, keeper: Memory, **options: Any) -> tuple[nn.Module, Pruner]:
-    model = cases.build(case)
-    pruner = make(method, model)
-    validation = lambda: {"robust": float(torch.rand(()))}  # noqa: E731
-    settings: dict[str, Any] = {"epochs": 3, "lr": 0.05, "validate": validation, "select": "robust", **options}
-    fit(model, Three(), PgdTraining(steps=2), pruner, keeper=keeper, **settings)
-    return model, pruner
+    contract.model_can_be_copied_and_pickled(method, case)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-@pytest.mark.parametrize("method", sorted(PRUNERS))
+@pytest.mark.parametrize("method", [*sorted(PRUNERS), *VARIANTS])
 def test_resumed_equals_uninterrupted_bit_for_bit(method: str, case: str) -> None:
-    expected, pruner = fitted(method, case, Memory())
-    for stop_after in (2, 6):  # in the middle of an epoch, and at the end of one
-        keeper = Memory(stop_after)
-        with pytest.raises(InterruptedError):
-            fitted(method, case, keeper)
-        model, resumed = fitted(method, case, Memory(state=keeper.state))
-        for name, value in expected.state_dict().items():
-            assert torch.equal(model.state_dict()[name], value), name
-        assert all(torch.equal(a, b) for a, b in zip(resumed.masks().values(), pruner.masks().values(), strict=True))
+    contract.resumed_equals_uninterrupted(method, case)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
@@ -189,53 +94,61 @@ def test_what_is_frozen_does_not_move(method: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("method", LEARNED)
-def test_masks_are_computed_once_a_layer_a_step(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    for module in (base, harp_file):
-        monkeypatch.setattr(module, "top_k", lambda s, k: calls.append(k) or mask_ops.top_k(s, k))
-    model = cases.build("conv")
-    pruner = make(method, model)
-    fit(model, Three(), PgdTraining(steps=5), pruner, epochs=1, lr=0.1)
-    layers = len(pruner.units.names)
-    answers = 0 if method in ("harp", "harp-r") else 1  # theirs are chosen by `harp.paths`
-    assert len(calls) == layers * (1 + 3 + answers)  # at the start, after each of three steps, for the answer
+def test_masks_are_computed_once_a_step_however_long_the_attack_is(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, partition = [], np.partition  # which finds the threshold of a layer's scores
+    monkeypatch.setattr(np, "partition", lambda *given: calls.append(1) or partition(*given))
+    selections = []
+    for steps in (1, 5):
+        calls.clear()
+        model = cases.build("conv")
+        pruner = make(method, model)
+        fit(model, Three(), PgdTraining(steps=steps), pruner, epochs=1, lr=0.1)
+        selections.append(len(calls))
+    assert selections[0] == selections[1] >= 4 * len(pruner.units.names)  # at the start and after each of three steps
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_seed_same_masks_other_seed_others(method: str) -> None:
-    def answer(seed: int) -> dict[str, torch.Tensor]:
+def test_same_seed_same_result_other_seed_another(method: str) -> None:
+    """The training's seed. Masks that are chosen before the first step do not depend on it; all weights do."""
+
+    def answer(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         model = cases.build("residual")
-        return fit(model, Three(), PgdTraining(), make(method, model), epochs=2, lr=0.5, seed=seed).masks
+        pruner = make(method, model, **({"cut": 0.5} if method == "twinrep" else {}))  # not after the first step
+        masks = fit(model, Three(), PgdTraining(), pruner, epochs=2, lr=0.5, seed=seed).masks
+        return masks, model.state_dict()
 
     first, again, other = answer(0), answer(0), answer(1)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    if method in LEARNED and method != "harp-r":
-        assert any(not torch.equal(first[name], other[name]) for name in first)
+    assert same(first[0], again[0]) and same(first[1], again[1])
+    assert same(first[0], other[0]) == (method in ONE_SHOT)
+    assert not same(first[1], other[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_pruner_draws_follows_its_own_seed_and_no_other(method: str) -> None:
+    def answer(ambient: int = 0, **options: int) -> dict[str, torch.Tensor]:
+        model = cases.build("residual")
+        torch.manual_seed(ambient)
+        pruner = make(method, model, **options)
+        train(model, pruner, 4)
+        return {**model.state_dict(), **pruner.masks()}
+
+    first = answer()
+    assert same(first, answer(ambient=1)) == (method != "anp-vs")  # its forward pass draws, by the training's seed
+    if "seed" in inspect.signature(PRUNERS[method]).parameters:
+        assert same(first, answer(seed=0))
+        assert not same(first, answer(seed=1))
 
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", sorted(PRUNERS))
 def test_gradients_of_an_earlier_training_do_not_count(method: str, case: str) -> None:
-    def trained(stale: str) -> dict[str, torch.Tensor]:
-        model = cases.build(case)
-        for parameter in model.parameters() if stale == "before the pruner" else ():
-            parameter.grad = torch.full_like(parameter, 100.0)
-        pruner = make(method, model)
-        for parameter in model.parameters() if stale == "before fit" else ():
-            parameter.grad = torch.full_like(parameter, 100.0)
-        if stale == "before fit":
-            fit(model, [cases.batch()], Natural(), pruner, epochs=1)
-        else:
-            train(model, pruner, 2)
-        return model.state_dict()
-
-    def fitted() -> dict[str, torch.Tensor]:
-        model = cases.build(case)
-        fit(model, [cases.batch()], Natural(), make(method, model), epochs=1)
-        return model.state_dict()
-
-    for found, expected in ((trained("before the pruner"), trained("no")), (trained("before fit"), fitted())):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    contract.earlier_gradients_do_not_count(method, case)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
@@ -300,7 +213,7 @@ def test_rates_only_masks_nest_in_magnitude_order() -> None:
 
 @pytest.mark.parametrize("strategy", ["erk", "lamp", "global", "igq"])
 def test_strategies_decide_the_counts(strategy: str) -> None:
-    from harp.allocate import allocate
+    from harp.pruning.allocation import allocate
 
     model = cases.build("conv")
     units = Weights(model)
@@ -326,8 +239,8 @@ def test_one_shot_methods_are_magnitude_at_their_rates(method: str, strategy: st
 
 @pytest.mark.parametrize("method", [name for name, pruner in PRUNERS.items() if pruner.same_as])
 def test_methods_that_are_said_to_be_the_same_are_so_to_the_bit(method: str) -> None:
-    expected, _ = fitted(PRUNERS[method].same_as or "", "residual", Memory())
-    model, _ = fitted(method, "residual", Memory())
+    expected, _ = contract.fitted(PRUNERS[method].same_as or "", "residual", Memory())
+    model, _ = contract.fitted(method, "residual", Memory())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
 
 

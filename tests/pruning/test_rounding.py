@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import allocate
-from harp.apportion import highest, nearest, scale_to
-from harp.channels import Channels
 from harp.errors import BudgetError
-from harp.units import Weights, checked_total, exact
-from tests import cases
+from harp.pruning import allocation
+from harp.pruning.channels import Channels
+from harp.pruning.rounding import highest, nearest, scale_to
+from harp.pruning.units import Weights, checked_total, exact
+from support import cases
+from support.kinds import check, following
 
 
 class Priced:
@@ -67,26 +68,8 @@ def priced(draw: st.DrawFn) -> Priced:
     return Priced(sizes, steps, limits, draw(st.integers(0, 999)))
 
 
-def following(units: Any, layer: int, count: int) -> int | None:
-    """The next count that a layer may have, by trying all."""
-    step, size = units.steps[layer], units.sizes[layer]
-    allowed = [c for c in range(count + 1, units.upper[layer] + 1) if c % step == 0 or c == size]
-    return allowed[0] if allowed else None
-
-
-def check(units: Any, counts: list[int], total: int) -> None:
-    """Whether an answer is all that is promised."""
-    assert units.spend(counts) <= total
-    for layer, count in enumerate(counts):
-        assert units.lower[layer] <= count <= units.upper[layer]
-        assert count % units.steps[layer] == 0 or count == units.sizes[layer]
-        more = following(units, layer, count)
-        if more is not None:
-            assert units.spend([more if i == layer else c for i, c in enumerate(counts)]) > total, "not maximal"
-
-
 @settings(max_examples=120, deadline=None)
-@given(units=priced(), share=st.floats(0, 1), strategy=st.sampled_from([*allocate.STRATEGIES, "given"]))
+@given(units=priced(), share=st.floats(0, 1), strategy=st.sampled_from([*allocation.STRATEGIES, "given"]))
 def test_every_strategy_under_any_cost(units: Priced, share: float, strategy: str) -> None:
     smallest = [
         min(-(-low // step) * step, n) for low, step, n in zip(units.lower, units.steps, units.sizes, strict=True)
@@ -94,9 +77,9 @@ def test_every_strategy_under_any_cost(units: Priced, share: float, strategy: st
     least, most = units.spend(smallest), units.spend(units.upper)
     total = int(least + share * (most - least))
     rates: Any = {name: 0.1 + 0.1 * i for i, name in enumerate(units.names)} if strategy == "given" else strategy
-    counts = allocate.allocate(rates, units, total)
+    counts = allocation.allocate(rates, units, total)
     check(units, counts, total)
-    assert allocate.allocate(rates, units, total) == counts
+    assert allocation.allocate(rates, units, total) == counts
     if share == 1:
         assert all(following(units, layer, count) is None for layer, count in enumerate(counts))
 
@@ -136,6 +119,18 @@ def test_thresholds_are_global_and_the_best_come_first() -> None:
     assert highest(ties, units, 23) == [2, 3]  # of equal scores the first layer's
 
 
+def test_the_last_step_goes_to_the_most_urgent_not_to_the_first() -> None:
+    units = Priced([100, 100, 100], [1, 1, 1], [0.0] * 5, 0)
+    units.upper, units.pairs, units.singles = [100] * 3, np.zeros((3, 3)), np.array([7.0, 1.0, 1.0])
+    # The factor stops at 0.81, where the dear layer would take its next step: wishes of 40.18 and 40.42 are left.
+    assert nearest([50, 49.6, 49.9], units, 9 * 40 + 1) == [40, 40, 41]
+    assert nearest([50, 49.9, 49.6], units, 9 * 40 + 1) == [40, 41, 40]
+    units.sizes, units.upper = [3] * 3, [3] * 3
+    dear, low, high = np.array([0.9, 0.8, 0.1]), np.array([0.7, 0.2, 0.1]), np.array([0.6, 0.3, 0.1])
+    assert highest([dear, low, high], units, 9 + 1) == [1, 1, 2]
+    assert highest([dear, high, low], units, 9 + 1) == [1, 2, 1]
+
+
 def test_scaled_counts_cost_the_total_to_the_digit() -> None:
     units = cases.Filters(cases.build("conv"))
     for keep in (0.1, 0.3, 0.8):
@@ -150,16 +145,18 @@ def test_steps_are_kept_up_to_the_whole_layer() -> None:
     units = cases.Filters(cases.build("conv"), steps=(3, 8, 5))
     assert not exact(units)
     for keep in np.linspace(units.spend([3, 8, 5]) / units.size + 1e-3, 1.0, 30):
-        for strategy in allocate.STRATEGIES:
-            check(units, allocate.allocate(strategy, units, units.total(keep)), units.total(keep))
-    assert allocate.uniform(units, units.total(1.0)) == [8, 16, 16]
+        for strategy in allocation.STRATEGIES:
+            check(units, allocation.allocate(strategy, units, units.total(keep)), units.total(keep))
+    assert allocation.uniform(units, units.total(1.0)) == [8, 16, 16]
 
 
 def test_erdos_renyi_rates_of_channels_follow_size_and_fan_in() -> None:
     units = Channels(cases.build("conv"), cases.batch()[0])
     wish = [(8 + 72) / 72, (16 + 64) / 64, (16 + 16) / 16]
     total = units.total(0.1)
-    assert allocate.erk(units, total) == nearest(wish, units, total) != nearest(units.sizes, units, total)
+    assert allocation.erk(units, total) == nearest(wish, units, total) != nearest(units.sizes, units, total)
+    wishes = allocation.WISHES["erk"](units, total)
+    assert [wished / wishes[0] for wished in wishes] == pytest.approx([wished / wish[0] for wished in wish])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -174,13 +171,13 @@ def test_what_does_not_fit_is_refused() -> None:
         nearest([1, 1, 1], units, units.total(0.2))
 
 
-@pytest.mark.parametrize("strategy", sorted(allocate.STRATEGIES))
+@pytest.mark.parametrize("strategy", sorted(allocation.STRATEGIES))
 @pytest.mark.parametrize("case", ["conv", "residual", "transformer", "grouped", "tied"])
 def test_a_budget_of_macs_is_met_from_below_and_to_the_last_weight(case: str, strategy: str) -> None:
     units = Weights(cases.build(case), budget="macs", example=cases.batch()[0])
     for keep in (0.02, 0.1, 0.5, 1.0):
         total = units.total(keep)
-        counts = allocate.allocate(strategy, units, total)
+        counts = allocation.allocate(strategy, units, total)
         check(units, counts, total)
         assert total - units.spend(counts) < max(units.prices)
 
@@ -191,8 +188,8 @@ def test_one_price_for_all_gives_what_counting_gives() -> None:
     plain, priced = Weights(model), Weights(model, budget="macs", example=torch.rand(2, 12))
     assert priced.prices == [1, 1] and exact(plain) and not exact(priced)
     for keep in (0.05, 0.21, 0.5, 0.9):
-        for strategy in allocate.STRATEGIES:
-            counts = allocate.allocate(strategy, priced, priced.total(keep))
-            expected = allocate.allocate(strategy, plain, plain.total(keep))
+        for strategy in allocation.STRATEGIES:
+            counts = allocation.allocate(strategy, priced, priced.total(keep))
+            expected = allocation.allocate(strategy, plain, plain.total(keep))
             assert sum(counts) == sum(expected)
             assert max(abs(a - b) for a, b in zip(counts, expected, strict=True)) <= 1

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from harp.errors import ModelError, RecipeError
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import Harp, HarpRates, HarpScores, Hydra
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import KEEP, Memory, Three
+from harp.pruning.methods import Harp, HarpRates, HarpScores, Hydra
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.methods import KEEP, Memory, Three
 
 RADIUS = 0.5
 

@@ -1,15 +1,19 @@
 """Tandem: one pace for all scores, weights that follow their masks, counts that stay."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.pruners import Tandem
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import KEEP, train
+from harp.pruning.allocation import allocate
+from harp.pruning.methods import Tandem
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural
+from support import cases
+from support.methods import KEEP, train
 
 
 def one_backward(pruner: Tandem) -> None:
@@ -48,6 +52,20 @@ def test_kept_weights_take_their_share_of_the_gradient_and_others_none() -> None
     pruner.after_backward()
     for dense, gradient, mask in zip(pruner.dense, gradients, masks, strict=True):
         assert torch.equal(dense.grad, torch.where(mask, 0.25 * gradient, 0.0))
+
+
+def test_a_layer_without_a_gradient_keeps_its_scores_and_the_training_goes_on() -> None:
+    model = cases.build("conv")
+    nn.init.constant_(model.classifier[0].bias, -1e6)  # a dead ReLU: only the last layer's bias learns
+    pruner = Tandem(Weights(model), KEEP)
+    before = [score.detach().clone() for score in pruner.scores]
+    one_backward(pruner)
+    pruner.after_backward()
+    for score in pruner.scores:
+        assert score.grad is not None and not score.grad.any() and bool(torch.isfinite(score.grad).all())
+    history = fit(model, [cases.batch()], Natural(), pruner, epochs=2, weight_decay=0.0).history
+    assert all(math.isfinite(record["loss"]) for record in history)
+    assert all(torch.equal(old, new) for old, new in zip(before, pruner.scores, strict=True))
 
 
 def test_weights_stand_still_without_a_share_and_move_with_one() -> None:

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harp import masks as mask_ops
 from harp.errors import RecipeError
 from harp.models import build
-from harp.objectives import Natural
-from harp.pruners.base import Plan
-from harp.pruners.twinrep import TwinRep
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
+from harp.pruning import masks as mask_ops
+from harp.pruning.methods.base import Plan
+from harp.pruning.methods.twinrep import TwinRep
+from harp.pruning.units import Weights
+from harp.training.loop import fit
+from harp.training.objectives import Natural
+from support import cases
 
 
 def begun(case: str = "conv", plan: Plan | None = None, **options: Any) -> tuple[TwinRep, torch.optim.Optimizer]:

@@ -1,7 +1,6 @@
 """The contract of the methods over every kind of units: single weights by MACs, channels by hand and as found."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harp import artefact
-from harp.channels import Channels
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.objectives import PgdTraining
-from harp.pruners import PRUNERS, Admm, Fixed, Harp, HarpRates, Hydra, Magnitude, TwinRep
-from harp.pruners.admm import project
-from harp.pruners.hydra import initial_scores
-from harp.training import fit
-from harp.units import Units, Weights, exact
-from tests import cases
-from tests.test_apportion import check
-from tests.test_pruners import Memory, Three, train
+from harp.experiments import artefact
+from harp.pruning.methods import PRUNERS, Admm, Fixed, Harp, HarpRates, Hydra, Magnitude, TwinRep
+from harp.pruning.methods.admm import project
+from harp.pruning.methods.hydra import initial_scores
+from harp.pruning.units import Units, exact
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
+from support import cases
+from support.kinds import KINDS, check, make
+from support.methods import Memory, Three, train
 
 KEEP = 0.3
 GENERAL = sorted(name for name, method in PRUNERS.items() if not method.granular and name not in ("dense", "fixed"))
-
-
-def by_macs(model: nn.Module) -> Units:
-    return Weights(model, budget="macs", example=cases.batch()[0])
-
-
-def channels(model: nn.Module, **options: Any) -> Units:
-    return Channels(model, cases.batch()[0], **options)
-
-
-KINDS: dict[str, tuple[str, Callable[[nn.Module], Units]]] = {
-    "macs": ("residual", by_macs),
-    "filters": ("conv", cases.Filters),
-    "channels": ("residual", channels),
-    "channels in fours": ("conv", lambda model: channels(model, multiple=4)),
-    "memory of channels": ("conv", lambda model: channels(model, budget="memory")),
-}
-
-
-def make(kind: str, seed: int = 0) -> Any:
-    case, units = KINDS[kind]
-    return units(cases.build(case, seed))
 
 
 def kept(units: Units, masks: dict[str, Tensor]) -> list[int]:

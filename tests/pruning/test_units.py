@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from harp import cost
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.pruners import Magnitude
-from harp.units import Weights
-from tests import cases
+from harp.pruning import macs
+from harp.pruning.methods import Magnitude
+from harp.pruning.units import Weights
+from support import cases
 
 
 def test_which_weights_count() -> None:
@@ -90,7 +90,7 @@ def test_a_budget_of_macs_prices_a_weight_by_its_positions() -> None:
     assert units.prices == [64, 16, 1, 1]  # 8x8 images, halved once
     assert units.size == 216 * 64 + 1152 * 16 + 1024 + 64
     assert units.noun == "MACs" and units.total(0.25) == round(0.25 * units.size)
-    counted = cost.cost(units.model, (3, 8, 8), Magnitude(units, 0.25).masks())
+    counted = macs.cost(units.model, (3, 8, 8), Magnitude(units, 0.25).masks())
     assert counted["macs"] == units.size and 0 <= units.total(0.25) - counted["macs_kept"] < 64
     assert units.spent(Magnitude(units, 0.25).masks()) == counted["macs_kept"]
     with pytest.raises(BudgetError, match=r"of 33,344 MACs, but the 4 layers .* at least 82"):

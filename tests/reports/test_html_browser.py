@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from harp import report
-from tests.test_report import make_run, many
+from harp.reports import html as report
+from support.reports import make_run, many
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on PATH")

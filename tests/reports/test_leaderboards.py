@@ -16,13 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import checkpoint, masks, models, recipe
-from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
-from harp.pruners import PRUNERS
-from harp.submit import apb, robustbench, taxonomy
-from harp.submit.base_models import shapes
-from harp.submit.definition import define
-from tests.finished_run import accuracy, content, distances, edit, make, score
+from harp import models
+from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError, RunFolderError
+from harp.experiments import recipe
+from harp.pruning import masks
+from harp.pruning.methods import PRUNERS
+from harp.reports.leaderboards import apb, robustbench, taxonomy
+from harp.reports.leaderboards.base_models import shapes
+from harp.reports.leaderboards.definition import define
+from harp.system.tensors import load_tensors, save_tensors
+from support.finished_run import accuracy, content, distances, edit, make, score
 
 KEY = "HARP_Zhao2023Holistic"
 PAPER = "https://openreview.net/pdf?id=sAJDi9lD06L"
@@ -176,8 +179,8 @@ def test_checkpoints_load_strictly_and_answer_alike(whole: Path, networks: dict[
 def test_masks_are_multiplied_in(root: Path, runs: list[Path]) -> None:
     # A weight outside its mask must not get through, whoever wrote it there.
     run = linked(runs[2], root / "stray", "model.safetensors")
-    tensors, _ = checkpoint.load_tensors(run / "model.safetensors")
-    checkpoint.save_tensors(run / "model.safetensors", {k: v + 1 if v.ndim > 1 else v for k, v in tensors.items()})
+    tensors, _ = load_tensors(run / "model.safetensors")
+    save_tensors(run / "model.safetensors", {k: v + 1 if v.ndim > 1 else v for k, v in tensors.items()})
     apb.prepare([run], root / "stray-out", ap_key=KEY, paper=PAPER)
     saved = torch.load(next((root / "stray-out" / "checkpoints").iterdir()), weights_only=True)["state_dict"]
     assert sum(int(v.count_nonzero()) for v in saved.values() if v.ndim > 1) == 111_644
@@ -333,25 +336,46 @@ def test_what_the_benchmark_has_no_place_for_is_refused(tmp_path: Path, runs: li
     assert not (tmp_path / "out").exists()
 
 
+def test_the_paper_of_the_method_is_the_default(root: Path, runs: list[Path], tmp_path: Path) -> None:
+    apb.prepare([runs[2]], root / "default-out")
+    entry = json.loads((root / "default-out" / "taxonomy.json").read_text())
+    assert entry["ap_key"] == "HARP_Zhao2023Holistic"
+    assert entry["link_to_paper"] == "https://openreview.net/forum?id=sAJDi9lD06L"
+    part = {"name": "tinynet", "width": 2}
+    make(tmp_path / "bird", content(model=part, method="flying-bird+"))
+    robustbench.prepare(tmp_path / "bird", tmp_path / "bird-out", name="Chen2022Sparsity")
+    (file,) = (tmp_path / "bird-out").rglob("Chen2022Sparsity.json")
+    info = json.loads(file.read_text())
+    assert info["name"].startswith("Sparsity Winning Twice") and info["venue"] == "ICLR 2022"
+    assert info["authors"].startswith("Chen, Zhang, ") and info["link"] == "https://arxiv.org/abs/2202.09844"
+    make(tmp_path / "tandem", content(model=part, method="tandem"))
+    with pytest.raises(RecipeError, match="the method 'tandem' has no paper, so give the key yourself"):
+        apb.prepare([tmp_path / "tandem"], tmp_path / "out")
+    with pytest.raises(RecipeError, match="no paper, so give the paper yourself"):
+        apb.prepare([tmp_path / "tandem"], tmp_path / "out", ap_key=KEY)
+    with pytest.raises(RecipeError, match="no paper, so give the venue yourself"):
+        robustbench.prepare(tmp_path / "tandem", tmp_path / "out", name=CLAIM["name"], title="T", authors="A")
+
+
 def test_half_written_runs_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    refuse(tmp_path, empty, RecipeError, "no recipe.yaml")
-    refuse(tmp_path, tmp_path / "nowhere", RecipeError, "is no run")
+    refuse(tmp_path, empty, RunFolderError, "no recipe.yaml")
+    refuse(tmp_path, tmp_path / "nowhere", RunFolderError, "is no run")
     for number, name in enumerate(("summary.json", "model.safetensors", "masks.safetensors")):
         run = tmp_path / f"half{number}"
         make(run, content(model={"name": "resnet18", "width": 0.05}))
         (run / name).unlink()
-        refuse(tmp_path, run, RecipeError, f"no {name}")
+        refuse(tmp_path, run, RunFolderError, f"no {name}")
     run = tmp_path / "torn"
     make(run, content(model={"name": "resnet18", "width": 0.05}), evaluation=MEASURED)
     (run / "evaluation" / "0.json").write_text('{"kind": "acc')
     refuse(tmp_path, run, CheckpointError, "can't be read")
     (run / "evaluation" / "0.json").write_text('{"kind": "accuracy"}')
-    refuse(tmp_path, run, CheckpointError, "without 'name'")
+    refuse(tmp_path, run, CheckpointError, "name: Field required")
     (run / "evaluation" / "0.json").unlink()
     edit(run / "summary.json", results=[])
-    refuse(tmp_path, run, CheckpointError, "no 'results'")
+    refuse(tmp_path, run, CheckpointError, "results: List should have at least 1")
 
 
 # Normalisation
@@ -459,12 +483,12 @@ def test_robustbench_takes_a_network_without_its_channels(root: Path) -> None:
 
 
 def test_every_method_has_its_place() -> None:
-    assert set(taxonomy.KINDS) == set(PRUNERS) - {"dense", "fixed"}
-    for name in taxonomy.KINDS:
+    for name in sorted(set(PRUNERS) - {"dense", "fixed"}):
         entry = taxonomy.entry(recipe.parse(content(method=name)), KEY, PAPER)
         pipeline = entry["Type of Pipeline:"]
         assert pipeline[0] == ("D" if PRUNERS[name].from_scratch else "A")
         assert tuple(entry) == taxonomy.keys(pipeline)
+        assert "Not Specified" not in entry.values(), f"{name}: its class has no taxonomy"
 
 
 @pytest.mark.parametrize(
@@ -617,4 +641,4 @@ def test_robustbench_refuses(tmp_path: Path) -> None:
     text = (tmp_path / "run" / "recipe.yaml").read_text()
     (tmp_path / "run" / "recipe.yaml").write_text(text.replace("name: tinynet", "name: timm:resnet18"))
     refused(ModelError, "a file, and train with model: file.py:function", tmp_path / "run")
-    refused(RecipeError, "is no run", tmp_path / "nowhere")
+    refused(RunFolderError, "is no run", tmp_path / "nowhere")

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.masks import Masks
-from harp.units import checked_total
+from harp.pruning.masks import Masks
+from harp.pruning.units import checked_total
 
 
 class ConvNet(nn.Module):

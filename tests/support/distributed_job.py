@@ -18,19 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.assault import Assault
 from harp.attacks import Apgd, Pgd
-from harp.batches import Batches
+from harp.data.batches import Batches
+from harp.data.dataset import Split
 from harp.errors import Interrupted
-from harp.free import FreeTraining
-from harp.keeper import Keeper, Stop
-from harp.objectives import FastTraining, Natural, PgdTraining, Trades
-from harp.processes.engine import launch
-from harp.processes.peers import of_this_run
-from harp.pruners import PRUNERS
-from harp.split import Split
-from harp.training import fit
-from harp.units import Weights
+from harp.evaluation.runner import Assault
+from harp.pruning.methods import PRUNERS
+from harp.pruning.units import Weights
+from harp.system.distributed.fabric import launch
+from harp.system.distributed.peers import of_this_run
+from harp.system.interrupt import Stop
+from harp.training.checkpointing import Keeper
+from harp.training.free_at import FreeTraining
+from harp.training.loop import fit
+from harp.training.objectives import FastTraining, Natural, PgdTraining, Trades
 
 # 'fixed' is what the one-shot methods are once they have their masks.
 METHODS: dict[str, dict[str, Any]] = {name: {"keep": 0.05} for name in PRUNERS if name not in ("dense", "fixed")}

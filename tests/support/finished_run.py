@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from harp import artefact, cost, files, finished, models, recipe
-from harp.channels import Channels
-from harp.pruners import Magnitude
-from harp.units import Units, Weights
+from harp import models
+from harp.data import registry as data_sets
+from harp.experiments import artefact, recipe
+from harp.pruning import macs
+from harp.pruning.channels import Channels
+from harp.pruning.methods import Magnitude
+from harp.pruning.units import Units, Weights
+from harp.system import files
 
 CLASSES = {"cifar10": 10, "cifar100": 100, "svhn": 10, "fashion": 10, "digits": 10}
 
@@ -65,7 +69,7 @@ def make(
     """Write the folder of a run whose network is drawn at random and pruned by magnitude; give the network."""
     parsed = recipe.parse(made)
     part = parsed.model
-    size = shape or finished.IMAGES[parsed.data.name][0]
+    size = shape or data_sets.DATASETS[parsed.data.name].facts.shape  # type: ignore[union-attr]
     classes = CLASSES.get(parsed.data.name, 10)
     torch.manual_seed(0)
     model = models.build(part.name, num_classes=classes, shape=size, normalize=part.normalize, **part.options)
@@ -82,7 +86,7 @@ def make(
     keeps = [stage.pruner["keep"] for stage in parsed.stages if "keep" in stage.pruner]
     pruner = Magnitude(units, keeps[-1]) if keeps else None
     answer = None if pruner is None else pruner.finish()
-    before, cut = cost.cost(model, size, {}), None
+    before, cut = macs.cost(model, size, {}), None
     if isinstance(units, Channels) and answer is not None:
         cut, model = units.cut(answer), units.slim(model, answer)
     artefact.save(folder, model, answer, None, units, cut)
@@ -92,7 +96,7 @@ def make(
     found: dict[str, Any] = {"stages": [], "results": numbers, "dense": [], "layers": artefact.layers(units, answer)}
     if cut is not None:
         found |= {"budget": artefact.budget(units, answer, None)}
-        found |= {"cost": cost.reduced(before, cost.cost(model, size, {}))}
+        found |= {"cost": macs.reduced(before, macs.cost(model, size, {}))}
     files.write_json(folder / "summary.json", summary | found)
     for number, measured in enumerate(evaluation):
         files.write_json(folder / "evaluation" / f"{number}.json", measured)

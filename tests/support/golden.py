@@ -1,20 +1,24 @@
-"""Golden runs: fifty seeded steps of every method. `python -m tests.golden` writes them anew; review the difference.
+"""Golden runs: fifty seeded steps of every method.
+
+`PYTHONPATH=tests python -m support.golden` records all anew, with names after it only these; review the difference.
 
 In float64, so that another processor's rounding does not show: only a change of the algorithm does.
 """
 
 import json
-from pathlib import Path
+import sys
 
 from torch import nn
 
-from harp.objectives import PgdTraining
-from harp.pruners import PRUNERS
-from harp.training import fit
-from tests import cases
-from tests.test_pruners import make
+from harp.pruning.methods import PRUNERS
+from harp.training.loop import fit
+from harp.training.objectives import PgdTraining
+from support import cases
+from support.methods import VARIANTS, make
+from support.paths import SUPPORT
 
-FILE = Path(__file__).parent / "golden.json"
+FILE = SUPPORT / "golden.json"
+METHODS = [*sorted(PRUNERS), *VARIANTS]
 
 
 class FiveBatches:
@@ -40,4 +44,7 @@ def curve(method: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({method: curve(method) for method in sorted(PRUNERS)}, indent=1) + "\n")
+    names = sys.argv[1:]
+    curves = json.loads(FILE.read_text()) if names else {}
+    curves |= {method: curve(method) for method in names or METHODS}
+    FILE.write_text(json.dumps(curves, indent=1, sort_keys=True) + "\n")

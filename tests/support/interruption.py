@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from harp.attacks.stepwise import Packing
-from harp.checkpoint import load_state, save_state
+from harp.attacks.batched import Packing
+from harp.system.tensors import load_state, save_state
 
 
 class Enough(Exception):

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harp import keeper as keeper_module
 from harp.errors import DiskError, Diverged, Interrupted
-from harp.finite import Guard
-from harp.keeper import Keeper, Stop
-from harp.states import States
+from harp.system.interrupt import Stop
+from harp.system.states import States
+from harp.training import checkpointing as keeper_module
+from harp.training.checkpointing import Keeper
+from harp.training.divergence import Guard
 
 
 class Fabric:

@@ -1,6 +1,6 @@
 """Kill a run of several processes again and again at random moments, and compare its end with that of one left alone.
 
-    python -m tests.kills [--kills 20] [--devices 2] [--seed 0] [FOLDER]
+    PYTHONPATH=tests python -m support.kills [--kills 20] [--devices 2] [--seed 0] [FOLDER]
 
 Killed (SIGKILL) are the first process, another one, the one that started them, or all together: before they have begun,
 in a step, while a state is written, while a stage ends. After each kill every file must be readable, no process may be
@@ -23,10 +23,9 @@ from typing import Any
 import torch
 import yaml
 
-from harp import checkpoint
-from tests.conftest import FINISHED
-from tests.test_cli import RECIPE
-from tests.test_survival import artefact, assert_equal, assert_whole, finish
+from harp.system.tensors import load_state
+from support.commands import FINISHED, RECIPE
+from support.survival import artefact, assert_equal, assert_whole, finish
 
 STAGES = [
     {"name": "pretrain", "pruner": "dense", "epochs": 2},
@@ -55,7 +54,7 @@ def place(folder: Path) -> Place:
     found = [(0, 0)]
     for path in stages.glob("*/state.pt"):
         if not (path.parent / "stage.json").exists():
-            state = checkpoint.load_state(path)
+            state = load_state(path)
             found.append((state["epoch"], state["step"]))
     return (done, *max(found))
 

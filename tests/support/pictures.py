@@ -43,3 +43,17 @@ def tar_bytes(members: dict[str, bytes]) -> bytes:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def damage(root: Path) -> list[str]:
+    """Spoil five of thirty training images."""
+    spoilt = {
+        "train/class0/003.png": b"",
+        "train/class1/004.jpg": b"<html>",
+        "train/class1/007.png": encoded(7, kind="PNG")[:100],
+        "train/class2/005.png": bytes(99),
+        "train/class0/012.jpg": encoded(12)[:-200],
+    }
+    for name, data in spoilt.items():
+        (root / name).write_bytes(data)
+    return list(spoilt)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from harp import cost
-from harp import masks as mask_ops
-from harp.channels import TARIFFS, Channels, price
-from harp.channels.spaces import tariff
-from harp.channels.trial import difference, shaken
+from harp.pruning import macs
+from harp.pruning import masks as mask_ops
+from harp.pruning.channels import TARIFFS, Channels, price
+from harp.pruning.channels.spaces import tariff
+from harp.pruning.channels.verify import difference, shaken
 
 aten = torch.ops.aten
 DENSITIES = (0.9, 0.5, 0.2, 0.0)  # at 0 every space keeps a single channel
@@ -39,7 +39,7 @@ def check(
 ) -> Checked:
     """Prune a model with random weights and statistics at random, cut it out, and hold the two against each other.
 
-    `functional`: some weights are used by functions, which `harp.cost` doesn't see; otherwise its count must agree.
+    `functional`: some weights are used by functions, which `macs.py` doesn't see; otherwise its count must agree.
     """
     model = shaken(model)
     units = Channels(model, example)
@@ -56,7 +56,7 @@ def check(
         kept = [int(alive.sum()) for alive in units.alive(masks)]
         counted = multiplications(small, images[:1])
         assert predicted(units, "macs", kept) == counted
-        ours = cost.cost(small, tuple(example.shape[1:]))
+        ours = macs.cost(small, tuple(example.shape[1:]))
         assert ours["macs"] == counted or ours["uncounted"] or functional
         assert predicted(units, "parameters", kept) == sum(parameter.numel() for parameter in small.parameters())
         assert units.spent(masks) == predicted(units, "flops", kept) == price(small, example, "flops")

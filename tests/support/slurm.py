@@ -2,23 +2,23 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from harp import files
+from harp.system import files
 
-_COMMAND = """#!{python} -I
-import json, sys
+_COMMAND = """import json, sys
 from pathlib import Path
 
-name, words, root = Path(sys.argv[0]).name, sys.argv[1:], Path({root!r})
+name, words, root = sys.argv[1], sys.argv[2:], Path(__file__).parent
 options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
 with (root / "calls.txt").open("a") as file:
     file.write(json.dumps([name, *words]) + "\\n")
-if (root / f"{{name}}.says").exists():
-    sys.exit(eval((root / f"{{name}}.says").read_text()))
+if (root / f"{name}.says").exists():
+    sys.exit(eval((root / f"{name}.says").read_text()))
 def write(path, job):
     (root / "half").write_text(json.dumps(job))
     (root / "half").replace(path)  # others may be reading it
@@ -27,26 +27,26 @@ def write(path, job):
 if name == "sbatch":
     number = 1 + len(list(root.glob("*.job")))
     after = options.get("dependency", "").removeprefix("afterok:") or None
-    job = {{"script": words[-1], "after": after, "state": "PENDING", "code": None}}
-    write(root / f"{{number}}.job", job)
+    job = {"script": words[-1], "after": after, "state": "PENDING", "code": None}
+    write(root / f"{number}.job", job)
     print(number)
 elif name == "squeue":
     numbers = options["jobs"].split(",")
-    live = {{n: json.loads((root / f"{{n}}.job").read_text()) for n in numbers if (root / f"{{n}}.job").exists()}}
-    live = {{n: job for n, job in live.items() if job["state"] in ("PENDING", "RUNNING")}}
+    live = {n: json.loads((root / f"{n}.job").read_text()) for n in numbers if (root / f"{n}.job").exists()}
+    live = {n: job for n, job in live.items() if job["state"] in ("PENDING", "RUNNING")}
     if len(numbers) == 1 and not live:
         sys.exit("slurm_load_jobs error: Invalid job id specified")
     for n, job in live.items():
-        print(f"{{n}}|{{job['state']}}|" + ("Dependency" if job["after"] else "Priority"))
+        print(f"{n}|{job['state']}|" + ("Dependency" if job["after"] else "Priority"))
 elif name == "sacct":
     for n in options["jobs"].split(","):
-        job = json.loads((root / f"{{n}}.job").read_text())
-        print(f"{{n}}|{{job['state']}}|{{job['code'] or 0}}:0")
+        job = json.loads((root / f"{n}.job").read_text())
+        print(f"{n}|{job['state']}|{job['code'] or 0}:0")
 elif name == "scancel":
-    path = root / f"{{words[-1]}}.job"
-    write(path, {{**json.loads(path.read_text()), "state": "CANCELLED"}})
+    path = root / f"{words[-1]}.job"
+    write(path, {**json.loads(path.read_text()), "state": "CANCELLED"})
 elif name == "scontrol":
-    (root / f"{{words[-1]}}.again").touch()
+    (root / f"{words[-1]}.again").touch()
 """
 
 
@@ -56,9 +56,12 @@ class Cluster:
     def __init__(self, root: Path, commands: tuple[str, ...] = ("sbatch", "squeue", "sacct", "scancel", "scontrol")):
         self.root, self.bin = root, root / "bin"
         self.bin.mkdir(parents=True)
+        program = root / "command.py"
+        program.write_text(_COMMAND)
         for name in commands:
             path = self.bin / name
-            path.write_text(_COMMAND.format(python=sys.executable, root=str(root)))
+            words = shlex.join([sys.executable, "-I", str(program), name])
+            path.write_text(f'#!/bin/sh\nexec {words} "$@"\n')  # a #! line can't hold a path with a space
             path.chmod(0o755)
 
     def says(self, name: str, answer: str) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 import harp
+from harp.engine.lowering import footprint
+from harp.engine.native import bindings
 from harp.errors import HarpError
-from harp.sparse import footprint, native
 
 LIMIT, SLACK = 1 << 26, 1 << 30  # bytes that a file may take, and that may be allocated for all of it
 SECONDS = 30
-WORK = 1 << 31 if native.kernels() else 1 << 26  # multiplications of a few seconds; dilated ones of torch are slow
+WORK = 1 << 31 if bindings.kernels() else 1 << 26  # multiplications of a few seconds; dilated ones of torch are slow
 
 
 def tried(content: bytes, path: Path) -> str:
@@ -41,7 +42,7 @@ def main() -> None:
     """Try files until there are no more."""
     torch.set_num_threads(1)
     torch.ones(8, 8) @ torch.ones(8, 8)  # what is set up at the first call is no file's fault
-    footprint._MOST_WORK = WORK
+    footprint.MOST_WORK = WORK
     held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
     most = 1024 * int(held.split()[1]) + SLACK
     resource.setrlimit(resource.RLIMIT_AS, (most, most))

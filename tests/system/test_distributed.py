@@ -7,8 +7,6 @@ does not decide between two weights: what is left is rounding.
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from harp import masks as mask_ops
 from harp.errors import AT_CHANCE
-from tests.distributed_job import METHODS
-
-ROOT = Path(__file__).parent.parent
+from harp.pruning import masks as mask_ops
+from support.distributed_job import METHODS
+from support.paths import ROOT, SUPPORT
+from support.processes import numbers, recipe, run
 
 # What two processes find with these is not what one finds.
 APART = {"mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged"}
@@ -30,17 +28,6 @@ OWN_NORMS = "harp/trades/apart"  # each process normalises by its own images
 ALL = (*METHODS, *OBJECTIVES, OWN_NORMS)
 
 States = dict[str, dict[str, Any]]
-
-
-def run(*command: str, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "MASTER_PORT": str(port), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == code, done.stderr[-3000:]
-    return done
 
 
 def job(
@@ -53,7 +40,7 @@ def job(
 ) -> list[States]:
     """The states that each process ends with."""
     words = str(folder / "out"), str(processes), str(accumulate), str(stop_at)
-    script = [str(ROOT / "tests" / "distributed_job.py"), *words]
+    script = [str(SUPPORT / "distributed_job.py"), *words]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     run(sys.executable, *(launcher if torchrun else []), *script, *methods, folder=folder)
     return [torch.load(folder / f"out.{rank}", weights_only=True) for rank in range(processes)]
@@ -148,23 +135,6 @@ def test_states_go_on_from_any_number_to_any_other(tmp_path: Path, objective: st
         assert job(folder, before, *words, stop_at=3)[0] == {}
         for states in job(folder, after, *words):
             assert_same(states, expected, **ROUNDING)
-
-
-def recipe(folder: Path) -> Path:
-    """A recipe for a network in float64."""
-    text = (ROOT / "tests" / "distributed_recipe.yaml").read_text(encoding="utf-8")
-    path = folder / "small.yaml"
-    path.write_text(text.replace("MODEL", f"{ROOT / 'tests' / 'double_model.py'}:network"), encoding="utf-8")
-    return path
-
-
-def numbers(out: Path) -> tuple[Any, ...]:
-    """What a run came to: the layers, and the images of each class that are right under each attack."""
-    (path,) = out.glob("small-*/summary.json")
-    found = json.loads(path.read_text())
-    keys = ("name", "correct", "totals", "value", "low", "high", "attack")
-    results = [{key: row[key] for key in keys} for row in (*found["results"], *found["dense"])]
-    return [(layer["name"], layer["kept"]) for layer in found["layers"]], results
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 
 from harp.errors import RecipeError
-from harp.processes.placement import Place, first_host, here
+from harp.system.distributed.environment import Place, first_host, here
 
 STEP = {
     "SLURM_JOB_ID": "123456",
@@ -58,7 +58,7 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
 
 
 def test_nonsense_is_one_line() -> None:
-    with pytest.raises(RecipeError, match="tasks a machine"):
+    with pytest.raises(RecipeError, match="tasks per machine"):
         here({**STEP, "SLURM_STEP_TASKS_PER_NODE": "many"})
-    with pytest.raises(RecipeError, match="place"):
+    with pytest.raises(RecipeError, match="environment variables of a distributed run"):
         here({**Place().environment(), "RANK": "first"})

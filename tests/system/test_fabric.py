@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from harp.errors import RecipeError
-from harp.processes import cores, engine, supervisor
-from harp.processes.placement import Place, read_address
-from tests.conftest import Harp
-from tests.test_cli import refused
+from harp.system.distributed import affinity as cores
+from harp.system.distributed import fabric, launcher
+from harp.system.distributed.environment import Place, read_address
+from support.commands import Harp, refused
 
 
 class Started(Exception):
@@ -25,31 +25,37 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         found.append(env)
         raise Started
 
-    monkeypatch.setattr(supervisor.subprocess, "Popen", start)
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
     return found
 
 
 def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
-    monkeypatch.setattr(engine.placement, "here", lambda: Place(1, 2, 1, 2))
-    monkeypatch.setattr(engine, "_fabric", lambda precision, accelerator, place: Launched(place))
-    assert engine.launch("32-true", "cpu", node_rank=3).place == Place(1, 2, 1, 2)
-    monkeypatch.setattr(engine.placement, "here", lambda: None)
-    assert engine.launch("32-true", "cpu", node_rank=3).place == Place()
+    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
+    monkeypatch.setattr("lightning_fabric.Fabric", Launched)
+    cluster = fabric.launch("32-true", "cpu", node_rank=3).settings["strategy"].cluster_environment
+    assert (cluster.global_rank(), cluster.world_size(), cluster.local_rank(), cluster.node_rank()) == (1, 2, 1, 0)
+    monkeypatch.setattr(fabric.environment, "here", lambda: None)
+    (cluster,) = fabric.launch("32-true", "cpu", node_rank=3).settings["plugins"]
+    assert (cluster.global_rank(), cluster.world_size()) == (0, 1)
     with pytest.raises(RecipeError, match=r"node rank 3 .* of 1 nodes: give 0 to 0"):
-        engine.launch("32-true", "cpu", devices=2, node_rank=3)
+        fabric.launch("32-true", "cpu", devices=2, node_rank=3)
 
 
 class Launched:
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    """A fabric that starts nothing."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
 
     def launch(self) -> None:
         pass
 
 
-def test_buffers_are_not_exchanged_with_every_forward_pass() -> None:
-    (name, wish), *more = engine._fabric("32-true", "cpu", Place(1, 2, 1, 2)).strategy._ddp_kwargs.items()
+def test_buffers_are_not_exchanged_with_every_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
+    monkeypatch.setattr("lightning_fabric.Fabric", Launched)
+    (name, wish), *more = fabric.launch("32-true", "cpu").settings["strategy"]._ddp_kwargs.items()
     assert name in ("broadcast_buffers", "forward_sync_buffers") and wish is False and not more
 
 
@@ -72,10 +78,10 @@ def turing(including_emulation: bool = True) -> bool:
 @pytest.mark.parametrize("accelerator", ["auto", "cuda", "gpu"])
 def test_bfloat16_is_for_gpus_that_have_it(gpu: None, monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
-    assert engine.resolve("auto", accelerator) == "bf16-mixed"
+    assert fabric.resolve("auto", accelerator) == "bf16-mixed"
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", turing)
-    assert engine.resolve("auto", accelerator) == "32-true"
-    assert engine.resolve("bf16-mixed", accelerator) == "bf16-mixed"
+    assert fabric.resolve("auto", accelerator) == "32-true"
+    assert fabric.resolve("bf16-mixed", accelerator) == "bf16-mixed"
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "32-true"), ((8, 0), "bf16-mixed")])
@@ -84,13 +90,14 @@ def test_a_torch_that_counts_emulation(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert engine.resolve("auto") == expected
+    assert fabric.resolve("auto") == expected
 
 
 def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
-    assert engine.resolve("auto", "cpu") == "32-true"
-    assert engine._fabric("auto", "cpu", Place())._precision.precision == "32-true"
+    assert fabric.resolve("auto", "cpu") == "32-true"
+    monkeypatch.setattr("lightning_fabric.Fabric", Launched)
+    assert fabric.launch("auto", "cpu").settings["precision"] == "32-true"
 
 
 # ---------------------------------------------------------------- cores
@@ -130,14 +137,14 @@ def test_processes_on_the_cpu_share_its_threads(
         monkeypatch.setenv("OMP_NUM_THREADS", wished)
     monkeypatch.setattr(cores, "usable", lambda: frozenset(range(8)))
     with pytest.raises(Started):
-        supervisor.supervise(4, on_cpu=on_cpu)
+        launcher.supervise(4, on_cpu=on_cpu)
     assert started[0].get("OMP_NUM_THREADS") == expected
 
 
 def test_the_engine_says_that_it_is_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(Started):
-        engine.launch("32-true", "cpu", devices=99)
+        fabric.launch("32-true", "cpu", devices=99)
     assert started[0]["OMP_NUM_THREADS"] == "1"
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harp import files
-from harp.checkpoint import load_tensors, save_state, save_tensors
 from harp.errors import DiskError
-from harp.files import amount, atomic, write_json, write_text
-from tests.test_checkpoint import only, refused
+from harp.system import files
+from harp.system.files import amount, atomic, write_json, write_text
+from harp.system.tensors import load_tensors, save_state, save_tensors
+from support.checkpoints import only, refused
 
 
 def test_atomic_puts_the_whole_file_in_place(tmp_path):
@@ -25,6 +26,31 @@ def test_atomic_puts_the_whole_file_in_place(tmp_path):
     write_text(path, "two é\n")
     assert path.read_bytes() == "two é\n".encode()
     assert only(path.parent) == ["a.txt"]
+
+
+def test_the_file_is_on_the_disk_before_it_takes_its_place_and_then_its_folder_is(tmp_path, monkeypatch):
+    """Should the power fail, the name leads to the old file or to the whole new one, never to an empty one."""
+    path, calls = tmp_path / "a.txt", []
+    write_text(path, "old")
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        facts = os.fstat(descriptor)
+        fsync(descriptor)
+        if stat.S_ISDIR(facts.st_mode):
+            assert os.path.samestat(facts, tmp_path.stat())
+            calls.append(("fsync folder", path.read_text()))
+        else:
+            calls.append(("fsync file", os.pread(descriptor, 100, 0).decode()))
+
+    def replaced(source: str | Path, target: str | Path) -> None:
+        replace(source, target)
+        calls.append(("replace", path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_text(path, "new")
+    assert calls == [("fsync file", "new"), ("replace", "new"), ("fsync folder", "new")]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
@@ -124,7 +150,7 @@ def test_temporaries_of_dead_processes_are_removed(tmp_path):
 KILLED = """
 import os, random, signal, sys, time
 import torch
-from harp.checkpoint import load_state, load_tensors, save_state, save_tensors
+from harp.system.tensors import load_state, load_tensors, save_state, save_tensors
 torch.set_num_threads(1)  # a forked child has lost the other threads, and would wait for them
 folder = sys.argv[1]
 weights, state = os.path.join(folder, "w.safetensors"), os.path.join(folder, "s.pt")

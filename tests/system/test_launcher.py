@@ -10,22 +10,23 @@ from pathlib import Path
 import pytest
 
 from harp.errors import LOST
-from harp.processes import supervisor
-from harp.processes.placement import Place
+from harp.system.distributed import launcher
+from harp.system.distributed.environment import Place
+from support.paths import ROOT
 
 # Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {source!r})
-from harp.processes import placement, supervisor
+from harp.system.distributed import environment, launcher
 from harp.errors import Lost
 
-supervisor._FIRMLY, supervisor._PATIENCE = {firmly}, {patience}
-place = placement.here()
+launcher.FIRMLY, launcher.PATIENCE = {firmly}, {patience}
+place = environment.here()
 if place is None:
     try:
-        sys.exit(supervisor.supervise(3, nodes={nodes}, address={address!r}))
+        sys.exit(launcher.supervise(3, nodes={nodes}, address={address!r}))
     except Lost as lost:
         print(lost)
         sys.exit({lost})
@@ -38,7 +39,7 @@ folder = Path({folder!r})
 while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take long
 {body}
 """
-SOURCE = str(Path(__file__).parent.parent / "src")
+SOURCE = str(ROOT / "src")
 HEARD = """
 heard = []
 signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -149,9 +150,9 @@ def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) 
 def test_an_interpreter_that_was_interrupted_while_it_started_was_stopped() -> None:
     """It ends with 1, and nothing of ours has run in it; without a Ctrl-C 1 is a failure."""
     places = [Place(local, 2, local, 2) for local in range(2)]
-    assert supervisor._judge({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
-    assert supervisor._judge({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
-    assert supervisor._judge({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
+    assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
+    assert launcher._exit_code({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
+    assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
 
 
 def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harp.errors import LOST, UNFINISHED
-from tests.test_distributed import ROOT, numbers, recipe, run
+from support.processes import numbers, recipe, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -44,7 +44,7 @@ def ranks(parent: int) -> dict[int, int]:
 
 def broken_off(folder: Path, processes: int, victim: int | None, number: int, stage: str) -> tuple[int, str, float]:
     """Send a signal to one of the processes, or to the command, once a stage has a state; how the command ended."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = command(folder, processes, "--minutes", "0.001")
     process = subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
     while not list(folder.glob(f"runs/stages/*-{stage}/state.pt")):

@@ -1,39 +1,70 @@
 """What processes tell each other in a store: that they live, that all are to stop, and how they ended."""
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from harp.cli import voice
-from harp.errors import UNFINISHED, Interrupted, Lost
-from harp.keeper import Stop
-from harp.processes import peers
-from harp.processes.peers import Peers
+from harp.cli import ranks
+from harp.errors import LOST, UNFINISHED, Interrupted, Lost
+from harp.system.distributed import peers
+from harp.system.distributed.launcher import SUPERVISOR
+from harp.system.distributed.peers import Peers
+from harp.system.interrupt import Stop
+from support.paths import ROOT
 
 Pair = tuple[Peers, Peers]
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
     """Why a process would have ended itself."""
-    found: list[str] = []
-    monkeypatch.setattr(peers, "_end", found.append)
+    reasons: list[str] = []
+    monkeypatch.delenv(SUPERVISOR, raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: reasons.append(f"{code}: {capsys.readouterr().err.splitlines()[-1]}"))
     monkeypatch.setattr(peers, "BEAT", 0.01)
-    return found
+    return reasons
+
+
+class Connection:
+    """A process's connection to the store, which may be cut, or slow with what it is given next."""
+
+    def __init__(self, store: dist.HashStore) -> None:
+        self.store, self.cut, self.slow = store, False, threading.Event()
+        self.reached, self.free, self.arrived = threading.Event(), threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        late = self.slow.is_set()
+        if late:
+            self.slow.clear()
+            self.reached.set()
+            self.free.wait(60)
+        if not self.cut:
+            self.store.set(key, value)
+        if late:
+            self.arrived.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
 
 
 @pytest.fixture
-def pair(ended: list[str]) -> Iterator[Pair]:
+def connection() -> Connection:
+    """The second process's."""
+    return Connection(dist.HashStore())
+
+
+@pytest.fixture
+def pair(ended: list[str], connection: Connection) -> Iterator[Pair]:
     """Two processes, here in one."""
-    store = dist.HashStore()
-    both = Peers(store, 0, 2), Peers(store, 1, 2)
+    both = Peers(connection.store, 0, 2), Peers(connection, 1, 2)
     yield both
     for each in reversed(both):
         each.leave()
@@ -48,15 +79,15 @@ def until(true: Callable[[], object], seconds: float = 60.0) -> None:
 
 def beats(process: Peers, count: int) -> None:
     """Wait for so many notes of a process."""
-    before = process._beat
-    until(lambda: process._beat > before + count)
+    before = process.beat
+    until(lambda: process.beat > before + count)
 
 
 def test_one_that_fails_ends_the_others(pair: Pair, ended: list[str]) -> None:
     """Its exception may have been caught and told: nobody would find out by an exchange of NCCL for half an hour."""
     pair[1].leave(in_order=False)
     until(lambda: ended)
-    assert ended[0] == "process 1 of 2 failed"
+    assert ended[0].startswith(f"{LOST}: error: process 1 of 2 failed;")
 
 
 def test_one_that_is_done_ends_nobody(pair: Pair, ended: list[str]) -> None:
@@ -66,11 +97,13 @@ def test_one_that_is_done_ends_nobody(pair: Pair, ended: list[str]) -> None:
     assert not ended
 
 
-def test_one_that_says_nothing_more_is_dead(pair: Pair, ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_says_nothing_more_is_dead(
+    pair: Pair, ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peers, "LATE", 5)
-    pair[1]._over.set()
+    connection.cut = True
     until(lambda: ended)
-    assert ended[0].startswith("process 1 of 2 gave no sign of life")
+    assert ended[0].startswith(f"{LOST}: error: process 1 of 2 gave no sign of life")
 
 
 def leaving(process: Peers) -> threading.Thread:
@@ -87,6 +120,19 @@ def test_the_first_goes_last(pair: Pair) -> None:
     pair[1].leave()  # does not wait for the first
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_late_note_does_not_hide_that_a_process_has_left(pair: Pair, connection: Connection) -> None:
+    connection.slow.set()
+    assert connection.reached.wait(60), "the pulse never came"
+    second = leaving(pair[1])
+    second.join(0.2)
+    connection.free.set()
+    assert connection.arrived.wait(60)
+    second.join(60)
+    first = leaving(pair[0])
+    first.join(20)
+    assert not first.is_alive()
 
 
 def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:
@@ -145,18 +191,20 @@ def test_the_command_tells_how_it_ends(monkeypatch: pytest.MonkeyPatch, code: in
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", One)
-    voice.leave(code)
+    ranks.leave(code)
     assert told == [in_order]
 
 
 SCRIPT = """
 import sys, torch.distributed as dist
-from harp.processes import peers
+from harp.system.distributed import peers
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 import os
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-peers._peers().leave = lambda in_order: print("in order" if in_order else "failed", flush=True)
+peers.several = lambda: True
+peers.Peers.leave = lambda self, in_order: print("in order" if in_order else "failed", flush=True)
+peers.of_this_run()
 eval(sys.argv[1])
 """
 
@@ -164,5 +212,5 @@ eval(sys.argv[1])
 @pytest.mark.parametrize(("last", "said"), [("None", "in order"), ("1 / 0", "failed")])
 def test_a_script_of_somebody_else_need_not_say_it(last: str, said: str) -> None:
     words = [sys.executable, "-c", SCRIPT, last]
-    done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{said}\n", done.stderr

@@ -8,8 +8,8 @@ import matplotlib
 import pytest
 from rich.console import Console
 
-from harp import picture, summary
-from harp.display import Terminal, bar
+from harp.reports import plots, tables
+from harp.system.progress import Terminal, bar
 
 LAYERS = [{"name": "conv.weight", "size": 1000, "kept": 10}, {"name": "fc.weight", "size": 50, "kept": 50}]
 HISTORY = {
@@ -39,15 +39,15 @@ def test_progress_shows_epoch_loss_gamma_rate_and_accuracies(terminal: bool) -> 
 
 
 def test_tables_and_headline(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal().table("layers", summary.layer_columns(), summary.layer_rows(LAYERS))
+    Terminal().table("layers", tables.layer_columns(), tables.layer_rows(LAYERS))
     out = capsys.readouterr().out
     assert "conv.weight" in out and "1.000%" in out and "total" in out and "60" in out
     dense = [{"name": "natural", "value": 0.9}]
     results = [{"name": "natural", "value": 0.8, "low": 0.7, "high": 0.9, "n": 100}]
     told = {"dense": dense, "results": results, "layers": LAYERS}
-    assert summary.headline(told) == "weights 1,050 → 60 (5.714%), natural 90.0% → 80.0%"
-    assert summary.result_rows(dense, results) == [["natural", "90.0%", "80.0%", "70.0% – 90.0%", "100", "–"]]
-    assert summary.epsilon_text({"attack": {"epsilon": 8 / 255}}) == "8/255"
+    assert tables.headline(told) == "weights 1,050 → 60 (5.714%), natural 90.0% → 80.0%"
+    assert tables.result_rows(dense, results) == [["natural", "90.0%", "80.0%", "70.0% – 90.0%", "100", "–"]]
+    assert tables.epsilon_text({"attack": {"epsilon": 8 / 255}}) == "8/255"
 
 
 def test_the_headline_is_in_the_units_of_the_budget() -> None:
@@ -56,15 +56,15 @@ def test_the_headline_is_in_the_units_of_the_budget() -> None:
     flops = {"kind": "channels", "unit": "FLOPs", "size": 4000, "kept": 1000, "total": 1001}
     told = {"dense": [], "results": [], "layers": layers, "budget": flops, "cost": cost}
     parts = ["FLOPs 4,000 → 1,000 (25.000%)", "channels 24 → 19", "MACs 2,000 → 500", "parameters 300 → 100"]
-    assert summary.headline(told) == ", ".join(parts)
+    assert tables.headline(told) == ", ".join(parts)
     told["budget"] = {**flops, "unit": "MACs", "size": 2000, "kept": 500}
-    assert summary.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1], parts[3]], "none of them twice"
+    assert tables.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1], parts[3]], "none of them twice"
     told["cost"] = None
-    assert summary.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1]]
+    assert tables.spending(told) == ["MACs 2,000 → 500 (25.000%)", parts[1]]
     told |= {"budget": {**flops, "kind": "weights", "unit": "MACs"}, "layers": LAYERS, "cost": cost}
-    assert summary.spending(told) == ["MACs 4,000 → 1,000 (25.000%)", "weights 1,050 → 60"]
-    assert summary.layer_columns("channels")[:2] == ("read by", "channels")
-    assert summary.layer_columns()[:2] == ("layer", "weights")
+    assert tables.spending(told) == ["MACs 4,000 → 1,000 (25.000%)", "weights 1,050 → 60"]
+    assert tables.layer_columns("channels")[:2] == ("read by", "channels")
+    assert tables.layer_columns()[:2] == ("layer", "weights")
 
 
 def test_pictures_name_what_they_count(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_pictures_name_what_they_count(tmp_path: Path) -> None:
     texts = {}
     for kind in ("weights", "channels"):
         with matplotlib.rc_context({"svg.fonttype": "none"}):
-            picture.draw(tmp_path / "layers.svg", title, LAYERS, HISTORY, kind)
+            plots.draw(tmp_path / "layers.svg", title, LAYERS, HISTORY, kind)
         texts[kind] = (tmp_path / "layers.svg").read_text(encoding="utf-8")
     assert "channels kept, by the layer that reads them" in texts["channels"]
     assert "weights kept in each layer" in texts["weights"] and "channels" not in texts["weights"]
@@ -80,7 +80,7 @@ def test_pictures_name_what_they_count(tmp_path: Path) -> None:
     assert len(lines) > 1 and max(map(len, lines)) <= 120, "a long title is broken"
     row = {"method": "harp", "keep": 0.5, "robust": 0.5, "natural": 0.6, "robust_half": None, "natural_half": None}
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        picture.draw_comparison(tmp_path / "robust.svg", "x", [row], "pgd-20", "FLOPs")
+        plots.draw_comparison(tmp_path / "robust.svg", "x", [row], "pgd-20", "FLOPs")
     text = (tmp_path / "robust.svg").read_text(encoding="utf-8")
     assert "FLOPs kept (%, log scale)" in text and "weights" not in text
 
@@ -88,17 +88,17 @@ def test_pictures_name_what_they_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"layers.{suffix}"
-    picture.draw(path, "title", LAYERS, HISTORY)
+    plots.draw(path, "title", LAYERS, HISTORY)
     head = path.read_bytes()[:200]
     assert b"PNG" in head if suffix == "png" else b"<?xml" in head
-    picture.draw(path, "nothing learned yet", LAYERS, {})
+    plots.draw(path, "nothing learned yet", LAYERS, {})
 
 
 def test_a_log_without_a_terminal_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     display = Terminal(Console(file=screen, force_terminal=False, width=160))
     clock = iter([0.0, *(31.0 * tick for tick in range(1, 20))])
-    monkeypatch.setattr("harp.display.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("harp.system.progress.time.monotonic", lambda: next(clock))
     with display.training("prune", epochs=1, steps=9):
         for step in range(1, 5):
             display.step({"epoch": 0, "step": step, "loss": 1.0})

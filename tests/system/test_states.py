@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harp import checkpoint, seal
 from harp.errors import CheckpointError, DiskError, RecipeError
-from harp.states import FORMAT, States
+from harp.system import digest
+from harp.system.states import FORMAT, States
+from harp.system.tensors import load_state, save_state
 
 
 def state(number: int) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
     for count in range(1, 7):
         states = filled(tmp_path / str(count), count, keep)
         expected = list(range(count))[::-1][:keep]
-        assert [checkpoint.load_state(path)["epoch"] for path in states.paths()] == expected
+        assert [load_state(path)["epoch"] for path in states.paths()] == expected
         assert [path.name for path in states.paths()] == ["state.pt", "state.1.pt", "state.2.pt", "state.3.pt"][:count][
             :keep
         ]
@@ -92,7 +93,7 @@ def test_of_a_damaged_state_the_one_before_is_taken(
     assert "going on from the state before" in caplog.text
     assert names(tmp_path) == ["state.1.pt", "state.damaged.pt"]
     states.save(state(7))  # and what is whole is not thrown away for what comes next
-    assert [checkpoint.load_state(path)["epoch"] for path in states.paths()] == [7, 1]
+    assert [load_state(path)["epoch"] for path in states.paths()] == [7, 1]
     states.remove()
     assert names(tmp_path) == []
 
@@ -119,7 +120,7 @@ def test_whatever_byte_is_changed_is_noticed(tmp_path_factory: pytest.TempPathFa
     bits = data.draw(st.integers(1, 255))
     states.path.write_bytes(whole[:place] + bytes([whole[place] ^ bits]) + whole[place + 1 :])
     try:
-        found = checkpoint.load_state(states.path)
+        found = load_state(states.path)
     except CheckpointError:
         return
     # Where the digest itself can't be found there is nothing to compare with; what torch then reads must be right.
@@ -128,13 +129,13 @@ def test_whatever_byte_is_changed_is_noticed(tmp_path_factory: pytest.TempPathFa
 
 def test_a_state_without_a_digest_is_read(tmp_path: Path) -> None:
     torch.save(state(3), tmp_path / "state.pt")
-    assert seal.intact(tmp_path / "state.pt") is None
+    assert digest.intact(tmp_path / "state.pt") is None
     assert loaded(States(tmp_path / "state.pt", of="a stage")) == 3
 
 
 def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
     path = filled(tmp_path, 1).path
-    assert seal.intact(path) is True
+    assert digest.intact(path) is True
     assert torch.load(path, weights_only=True)["epoch"] == 0
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
@@ -145,7 +146,7 @@ def test_states_of_another_version_or_training_are_refused(tmp_path: Path) -> No
     states = filled(tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"is a state of a stage, not of another stage: delete it to start anew"):
         States(states.path, of="another stage").load()
-    checkpoint.save_state(states.path, {**state(1), "format": FORMAT + 1, "harp": "99.0"})
+    save_state(states.path, {**state(1), "format": FORMAT + 1, "harp": "99.0"})
     with pytest.raises(CheckpointError, match=r"was written by harp 99.0, whose states .* delete it to start anew"):
         states.load()
 
@@ -153,7 +154,7 @@ def test_states_of_another_version_or_training_are_refused(tmp_path: Path) -> No
 def test_a_disk_that_gives_back_other_bytes_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = filled(tmp_path, 2)
     before = {path.name: path.read_bytes() for path in states.paths()}
-    monkeypatch.setattr(seal, "intact", lambda path, from_disk: False)
+    monkeypatch.setattr(digest, "intact", lambda path, from_disk: False)
     with pytest.raises(DiskError, match="other bytes than were written"):
         states.save(state(9))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -170,7 +171,9 @@ def test_what_the_system_refuses_leaves_the_states_alone(
         raise OSError(number, os.strerror(number))
 
     if call == "write":
-        monkeypatch.setattr(seal.Sealed, "write", lambda self, data: setattr(self, "error", OSError(number, "x")) or 1)
+        monkeypatch.setattr(
+            digest.Sealed, "write", lambda self, data: setattr(self, "error", OSError(number, "x")) or 1
+        )
     else:
         monkeypatch.setattr(os, call, fail)
     with pytest.raises(DiskError, match=r"can't write .*state\.pt: "):
@@ -179,7 +182,7 @@ def test_what_the_system_refuses_leaves_the_states_alone(
     assert names(tmp_path) == ["state.1.pt", "state.pt"]
     assert loaded(states) == 2
     states.save(state(3))
-    assert [checkpoint.load_state(path)["epoch"] for path in states.paths()] == [3, 2]
+    assert [load_state(path)["epoch"] for path in states.paths()] == [3, 2]
 
 
 def test_where_a_file_can_have_one_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +191,7 @@ def test_where_a_file_can_have_one_name_only(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "link", refuse)
     states = filled(tmp_path, 4, keep=3)
-    assert [checkpoint.load_state(path)["epoch"] for path in states.paths()] == [3, 2, 1]
+    assert [load_state(path)["epoch"] for path in states.paths()] == [3, 2, 1]
 
 
 def test_killed_between_two_moves_a_whole_state_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

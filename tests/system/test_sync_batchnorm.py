@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from harp.processes.synchronise import Synchronised, share_buffers
+from harp.system.distributed.sync_batchnorm import Synchronised, share_buffers
 
 WORLD = 3
 SIZES = [5, 1, 2]  # images of each process

@@ -17,33 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harp import checkpoint
-from harp.checkpoint import (
-    load_state,
-    load_tensors,
-    load_weights,
-    save_model,
-    save_state,
-    save_tensors,
-)
 from harp.errors import CheckpointError
 from harp.models import Normalized
-from tests import cases
+from harp.models.weights import load_weights, save_model
+from harp.system.tensors import WRAPPERS, load_state, load_tensors, save_state, save_tensors
+from support import cases
+from support.checkpoints import only, refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
-
-
-def refused(call, *arguments) -> str:
-    """The message of the CheckpointError that the call must raise, which must be one line."""
-    with pytest.raises(CheckpointError) as caught:
-        call(*arguments)
-    message = str(caught.value)
-    assert message and "\n" not in message
-    return message
-
-
-def only(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder))
 
 
 # ---------------------------------------------------------------- tensors
@@ -109,7 +90,7 @@ def test_what_is_no_tensor_is_refused(tmp_path):
     assert only(tmp_path) == []
 
 
-@pytest.mark.parametrize("wrapper", [None, *checkpoint.WRAPPERS])
+@pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_torch_files_of_training_scripts(tmp_path, wrapper, prefix):
     state = OrderedDict((prefix + name, tensor) for name, tensor in cases.build("conv").state_dict().items())

@@ -18,9 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from harp import checkpoint, keeper, states
 from harp.errors import TIME_IS_UP, UNFINISHED, DiskError, Interrupted, RecipeError
-from harp.keeper import Keeper, Stop
+from harp.models.weights import CheckpointError
+from harp.system import interrupt, states
+from harp.system.interrupt import Stop
+from harp.system.tensors import load_state
+from harp.training import checkpointing
+from harp.training.checkpointing import Keeper
+from support.paths import TESTS
 
 
 def state(epoch: int = 0, step: int = 1) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def test_signals_that_ask_to_stop(tmp_path: Path, number: signal.Signals) -> Non
     assert caught.value.code == (130 if number == signal.SIGINT else UNFINISHED)
     assert caught.value.cause == ("Ctrl-C" if number == signal.SIGINT else number.name)
     assert signal.getsignal(number) == before
-    assert checkpoint.load_state(tmp_path / "state.pt")["step"] == 1
+    assert load_state(tmp_path / "state.pt")["step"] == 1
 
 
 def test_others_are_left_alone() -> None:
@@ -88,14 +93,14 @@ def test_only_a_second_ctrl_c_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # the same one, which came two ways
         assert not ended
-        stop._heard -= 1
+        stop._last_signal -= 1
         signal.raise_signal(signal.SIGINT)
         assert ended == [signal.SIGINT]
 
 
 HANGUP = """
 import os, signal, sys, time
-from harp.keeper import Stop
+from harp.system.interrupt import Stop
 stop = Stop()
 with stop.on_signals():
     open(sys.argv[1], "w").close()
@@ -154,7 +159,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(keeper, "time", made)
+    for module in (interrupt, checkpointing):
+        monkeypatch.setattr(module, "time", made)
     yield made
 
 
@@ -205,7 +211,7 @@ def test_a_validation_that_would_not_fit_is_not_begun(tmp_path: Path, clock: Clo
             epochs += 1
             made.save(state(epochs, 0))
     assert clock.now < end
-    kept = checkpoint.load_state(tmp_path / "state.pt")
+    kept = load_state(tmp_path / "state.pt")
     assert (kept["epoch"], kept["step"]) == (8, 10)  # all that there was time for
 
 
@@ -257,7 +263,7 @@ def test_while_the_disk_is_full_training_goes_on(
     made.save(state(0, 1))
     (small_disk / "other").write_bytes(bytes(700_000))
     made.save(state(0, 2))
-    assert checkpoint.load_state(small_disk / "state.pt")["step"] == 1
+    assert load_state(small_disk / "state.pt")["step"] == 1
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "state.pt"]
     (line,) = caplog.messages
     assert "state.pt: No space left on device (200.6 kB needed, " in line
@@ -306,7 +312,7 @@ def test_room_that_comes_in_time(small_disk: Path, clock: Clock, monkeypatch: py
     monkeypatch.setattr(clock, "sleep", sleep)
     with pytest.raises(Interrupted):
         made.save(state(1, 3))
-    assert checkpoint.load_state(small_disk / "state.pt")["step"] == 3
+    assert load_state(small_disk / "state.pt")["step"] == 3
 
 
 def test_results_are_waited_for(clock: Clock) -> None:
@@ -317,27 +323,27 @@ def test_results_are_waited_for(clock: Clock) -> None:
         if len(tries) < 8:
             raise DiskError("no", full=full)
 
-    keeper.insist(write)
+    interrupt.insist(write)
     assert len(tries) == 8
     assert clock.now - tries[0] > 60
     tries.clear()
     with pytest.raises(DiskError):
-        keeper.insist(write, patience=20)
+        interrupt.insist(write, patience=20)
     assert len(tries) == 5
     stop = Stop()
     stop.signal = 15
     tries.clear()
     with pytest.raises(DiskError):
-        keeper.insist(write, stop=stop)
+        interrupt.insist(write, stop=stop)
     assert len(tries) == 1
     tries.clear()
     with pytest.raises(DiskError):  # a disk that can't be written to will not come to it by waiting
-        keeper.insist(lambda: write(full=False))
+        interrupt.insist(lambda: write(full=False))
     assert len(tries) == 1
 
 
 def test_what_is_wrong_with_the_state_is_no_matter_of_the_disk(tmp_path: Path) -> None:
-    with pytest.raises(checkpoint.CheckpointError, match="is a function"):
+    with pytest.raises(CheckpointError, match="is a function"):
         Keeper(tmp_path / "state.pt", Stop()).save({**state(), "x": lambda: 0})
 
 
@@ -369,9 +375,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "tests.keeper_job", str(folder)]
-    root = Path(__file__).parent.parent
-    both = [subprocess.Popen([*words, str(rank), str(port)], cwd=root, stderr=subprocess.PIPE) for rank in range(2)]
+    words = [sys.executable, "-m", "support.keeper_job", str(folder)]
+    both = [subprocess.Popen([*words, str(rank), str(port)], cwd=TESTS, stderr=subprocess.PIPE) for rank in range(2)]
     errors = [process.communicate(timeout=280)[1].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0], errors
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(2)]

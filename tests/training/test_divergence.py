@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harp import checkpoint, finite
 from harp.errors import Diverged
-from harp.finite import Guard
-from harp.keeper import Keeper, Stop
-from harp.objectives import Natural
-from harp.pruners import Dense
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Three
+from harp.pruning.methods import Dense
+from harp.pruning.units import Weights
+from harp.system.interrupt import Stop
+from harp.system.tensors import load_state
+from harp.training import divergence
+from harp.training.checkpointing import Keeper
+from harp.training.divergence import Guard
+from harp.training.loop import fit
+from harp.training.objectives import Natural
+from support import cases
+from support.methods import Three
 
 BAD = [float("nan"), float("inf"), -float("inf")]
 
@@ -63,11 +65,11 @@ def test_elsewhere_it_is_said_one_step_later_but_of_the_right_step() -> None:
 
 def test_weights() -> None:
     big = torch.full((100,), 3e38)  # its norm is more than a float can hold, but it is finite
-    finite.check_weights({"big": big, "count": torch.ones(3, dtype=torch.long), "none": torch.ones(0)}, "here")
+    divergence.check_weights({"big": big, "count": torch.ones(3, dtype=torch.long), "none": torch.ones(0)}, "here")
     for value in BAD:
         with pytest.raises(Diverged, match=r"^w became NaN or infinite in here"):
-            finite.check_weights({"big": big, "w": torch.tensor([1.0, value])}, "here")
-    assert finite.unfinite({}) == []
+            divergence.check_weights({"big": big, "w": torch.tensor([1.0, value])}, "here")
+    assert divergence.unfinite({}) == []
 
 
 class Poisoned(Natural):
@@ -105,7 +107,7 @@ def test_the_last_good_state_stays(tmp_path: Path, what: str, told: str) -> None
     keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=0, of="x")
     with pytest.raises(Diverged, match=rf"^{told}, at learning rate \S+: try a smaller one"):
         fit(model, Three(), Poisoned(5, what), Dense(Weights(model)), epochs=3, lr=0.1, keeper=keeper)
-    state = checkpoint.load_state(tmp_path / "state.pt")
+    state = load_state(tmp_path / "state.pt")
     assert (state["epoch"], state["step"]) == (1, 1)
     assert keeper.good == f"{tmp_path / 'state.pt'} (epoch 2, step 1)"
     for name, tensor in state["model"].items():

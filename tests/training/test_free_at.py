@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from harp.attacks import Pgd
-from harp.batches import Batches
+from harp.data.batches import Batches
+from harp.data.dataset import Split
 from harp.errors import RecipeError
-from harp.free import FreeTraining
-from harp.objectives import OBJECTIVES, FastTraining
-from harp.processes.noise import common, normal, shared, uniform
-from harp.pruners import PRUNERS, Dense, Fixed, Harp, Magnitude
-from harp.schedules import constant, steps
-from harp.split import Split
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Memory
+from harp.pruning.methods import PRUNERS, Dense, Fixed, Harp, Magnitude
+from harp.pruning.schedules import constant, steps
+from harp.pruning.units import Weights
+from harp.system.distributed.shared_noise import common, normal, shared, uniform
+from harp.training.free_at import FreeTraining
+from harp.training.loop import fit
+from harp.training.objectives import OBJECTIVES, FastTraining
+from support import cases
+from support.methods import Memory
 
 EPSILON = 4 / 255
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import torture
+from support.kills import torture
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The loop: what it selects, what it refuses, and that it takes anybody's batches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,16 @@ from lightning_fabric.wrappers import _FabricDataLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
-from harp.errors import CheckpointError, DataError, Diverged, RecipeError
-from harp.loaders import EpochBatches, by_epoch
-from harp.objectives import Natural, PgdTraining
-from harp.pruners import Dense, Fixed, Harp, Hydra, Magnitude
-from harp.schedules import constant, cosine
-from harp.training import fit
-from harp.units import Weights
-from tests import cases
-from tests.test_pruners import Memory, Three
+from harp.errors import CheckpointError, DataError, Diverged, ModelError, RecipeError
+from harp.pruning.methods import Dense, Fixed, Harp, Hydra, Magnitude, Objective
+from harp.pruning.schedules import constant, cosine
+from harp.pruning.units import Weights
+from harp.system.distributed import shared_noise
+from harp.training.dataloaders import EpochBatches, by_epoch
+from harp.training.loop import fit
+from harp.training.objectives import Natural, PgdTraining
+from support import cases
+from support.methods import Memory, Three
 
 
 class Noisy(Dataset[tuple[Tensor, int]]):
@@ -106,8 +108,10 @@ def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:
     model = cases.build("conv")
     pruner = Hydra(Weights(model), keep=0.1)
     seen: list[dict[str, Tensor]] = []
+    masks: list[dict[str, Tensor]] = []
 
     def validate() -> dict[str, float]:
+        masks.append(pruner.masks())
         assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, "what is validated is exact"
         seen.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"robust": next(values)}
@@ -118,12 +122,15 @@ def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:
     original = pruner.after_epoch
     pruner.after_epoch = lambda: (original(), state.update(ready=next(ready)))[0]  # type: ignore[method-assign]
     try:
-        fitted = fit(model, Three(), Natural(), pruner, epochs=5, lr=0.3, validate=validate, select="robust")
+        fitted = fit(model, Three(), Natural(), pruner, epochs=5, lr=3.0, validate=validate, select="robust")
     finally:
         del type(pruner).ready
     assert fitted.epoch == 4, "the first was not ready; of equal ones the later"
     assert all(torch.equal(value, seen[3][name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(mask, pruner.masks()[name]) for name, mask in fitted.masks.items())
+    assert any(not torch.equal(mask, masks[4][name]) for name, mask in masks[3].items()), "else nothing was chosen"
+    assert fitted.masks.keys() == masks[3].keys()
+    assert all(torch.equal(mask, masks[3][name]) for name, mask in fitted.masks.items())
+    assert all(torch.equal(mask, masks[3][name]) for name, mask in pruner.masks().items())
     assert [record["robust"] for record in fitted.history] == [0.9, 0.2, 0.7, 0.7, 0.1]
 
 
@@ -239,6 +246,51 @@ def test_fit_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+def test_every_step_draws_other_random_numbers() -> None:
+    """Those of torch, which dropout takes, and those that processes share, which attacks take."""
+
+    def drawn(seed: int) -> list[tuple[float, float]]:
+        numbers = []
+
+        def objective(model: nn.Module, x: Tensor, y: Tensor, forward: nn.Module) -> Tensor:
+            numbers.append((float(torch.rand(())), float(shared_noise.uniform(torch.zeros(1)))))
+            return nn.functional.cross_entropy(forward(x), y)
+
+        model = cases.build("conv")
+        fit(model, Three(), objective, Dense(Weights(model)), epochs=2, lr=0.1, seed=seed)
+        return numbers
+
+    first = drawn(0)
+    for kind in zip(*first, *drawn(1), strict=True):
+        assert len(set(kind)) == 12, "two seeds, two epochs, three steps"
+    assert drawn(0) == first
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 4, 16, 20])
+def test_parts_of_a_batch_give_the_gradient_of_the_whole(accumulate: int) -> None:
+    """Sixteen images are no three equal parts: each part counts by its images."""
+    model = cases.build("tied").double()
+    x, y = cases.batch()
+    x = x.double()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    loss = nn.functional.cross_entropy(model(x), y)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    fitted = fit(
+        model,
+        [(x, y)],
+        Natural(),
+        Dense(Weights(model)),
+        epochs=1,
+        lr=0.1,
+        weight_decay=0.0,
+        schedule=constant,
+        accumulate=accumulate,
+    )
+    assert fitted.history[0]["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    for (name, value), gradient in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(value.detach(), before[name] - 0.1 * gradient, rtol=0, atol=1e-12)
+
+
 def test_learning_rate_follows_the_schedule() -> None:
     model = cases.build("conv")
     records = fit(model, Three(), Natural(), Dense(Weights(model)), epochs=4, lr=0.2, schedule=cosine).history
@@ -275,15 +327,95 @@ def test_senseless_lengths_are_refused(options: dict[str, int]) -> None:
 def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
     """The attack sees the bare module, the loss the engine's wrapper; both are one set of parameters."""
     model = cases.build("residual")
-    wrapped: list[nn.Module] = []
+    compared = 0
 
     def objective(bare: nn.Module, x: Tensor, y: Tensor, forward: nn.Module) -> Tensor:
-        wrapped.append(forward)
-        assert bare is model
-        return nn.functional.cross_entropy(forward(x), y)
+        nonlocal compared
+        assert bare is model and forward is not model
+        losses = [nn.functional.cross_entropy(run(x), y) for run in (bare, forward)]
+        gradients = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
+        for expected, gradient in zip(*gradients, strict=True):
+            assert expected.any() and torch.equal(gradient, expected)
+        compared += 1
+        return losses[1]
 
     fit(model, Three(), objective, Dense(Weights(model)), epochs=1, lr=0.1)
-    assert all(module is not model for module in wrapped)
+    assert compared == 3
+
+
+class Averaged(Objective):
+    """A loss that is weighed by the running mean of the losses before: what it keeps changes every later step."""
+
+    replays = 2
+
+    def __init__(self) -> None:
+        self.mean, self.last = torch.tensor(1.0), torch.tensor(1.0)
+
+    def begin(self) -> Objective:
+        return Averaged()
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+        loss = nn.functional.cross_entropy((forward or model)(x), y)
+        self.last = loss.detach()
+        return loss / self.mean
+
+    def start_epoch(self) -> None:
+        self.mean = self.mean / 2
+
+    def after_backward(self) -> None:
+        self.mean = 0.5 * self.mean + 0.5 * self.last
+
+    def state(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+def test_what_an_objective_keeps_is_part_of_a_checkpoint() -> None:
+    def train(keeper: Memory) -> dict[str, Tensor]:
+        model = cases.build("conv")
+        fit(model, Three(), Averaged(), Dense(Weights(model)), epochs=3, lr=0.1, keeper=keeper)
+        return model.state_dict()
+
+    expected = train(Memory())
+    for after in (1, 3, 5):
+        keeper = Memory(stop_after=after)
+        with pytest.raises(InterruptedError):
+            train(keeper)
+        resumed = train(Memory(state=keeper.state))
+        assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_every_hook_of_an_objective_is_called_where_it_says() -> None:
+    calls: list[str] = []
+
+    class Recorded(Averaged):
+        def begin(self) -> Objective:
+            calls.append("begin")
+            return self
+
+        def start_epoch(self) -> None:
+            calls.append("start_epoch")
+
+        def after_backward(self) -> None:
+            calls.append("after_backward")
+
+    model = cases.build("conv")
+    fit(model, Three(), Recorded(), Dense(Weights(model)), epochs=2, lr=0.1, accumulate=2)
+    assert calls == ["begin", *(["start_epoch"] + ["after_backward"] * 3 * Recorded.replays) * 2]
+
+
+def test_hooks_of_what_is_no_objective_are_not_ignored() -> None:
+    class Stray:
+        replays = 3
+
+        def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+            return nn.functional.cross_entropy((forward or model)(x), y)
+
+    model = cases.build("conv")
+    with pytest.raises(ModelError, match=r"Stray has 'replays', so it must be derived from harp\.Objective"):
+        fit(model, Three(), Stray(), Dense(Weights(model)), epochs=1)
 
 
 def test_a_state_of_another_version_is_one_line() -> None:

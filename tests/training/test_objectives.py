@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harp.attacks import Pgd
+from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
-from harp.frozen import frozen
-from harp.objectives import OBJECTIVES, Mart, Natural, PgdTraining, Trades
-from tests import cases
+from harp.training.objectives import OBJECTIVES, Mart, Natural, PgdTraining, Trades
+from support import cases
 
 ADVERSARIAL: dict[str, Any] = {"pgd": PgdTraining, "trades": Trades, "mart": Mart}
 
@@ -55,6 +56,16 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loss(objective: Any) -> float:
     return objective(Table(), CLEAN.reshape(2, 1, 1, 1), LABELS).item()
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+@pytest.mark.parametrize(("steps", "expected"), [(1, 10), (9, 10), (11, 11), (20, 20)])
+def test_held_out_images_are_judged_by_the_trainings_attack_of_ten_steps_at_least(
+    name: str, steps: int, expected: int
+) -> None:
+    objective = ADVERSARIAL[name](epsilon=0.5, step=0.2, steps=steps, norm="l2")
+    assert objective.judge() == Pgd(0.5, 0.2, expected, norm="l2")
+    assert ADVERSARIAL[name](steps=steps).judge() == Pgd(8 / 255, None, expected)
 
 
 def test_natural_by_hand() -> None:

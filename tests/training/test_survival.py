@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,14 +17,18 @@ import pytest
 import torch
 import yaml
 
-from harp import checkpoint, files, keeper, metrics, recipe
 from harp.cli import clock
 from harp.errors import TIME_IS_UP, CheckpointError, DiskError, Interrupted
-from harp.keeper import Stop
-from harp.processes.supervisor import SUPERVISOR
-from harp.run import Run
-from tests.conftest import FINISHED, Harp
-from tests.test_cli import RECIPE
+from harp.experiments import recipe
+from harp.experiments.run import Run
+from harp.system import files, interrupt
+from harp.system.distributed.launcher import SUPERVISOR
+from harp.system.interrupt import Stop
+from harp.system.tensors import load_state, load_tensors, save_state
+from harp.training import metrics
+from support.commands import FINISHED, RECIPE, Harp
+from support.paths import ROOT
+from support.survival import artefact, assert_equal, assert_whole, finish, wait_for
 
 STAGES = [
     {"name": "pretrain", "pruner": "dense", "epochs": 2},
@@ -38,17 +43,6 @@ def command(folder: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "harp", "run", str(folder / "r.yaml"), "--out", str(folder / "runs"), *words]
 
 
-def finish(words: list[str], seconds: float = 300, env: dict[str, str] | None = None) -> None:
-    """Run a command to its end."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, env=env)
-    assert done.returncode in FINISHED, done.stderr
-
-
-def artefact(folder: Path) -> dict[str, torch.Tensor]:
-    (path,) = (folder / "runs").glob("tiny-*/model.safetensors")
-    return checkpoint.load_tensors(path)[0]
-
-
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """The artefact of a run that nothing interrupted."""
@@ -57,39 +51,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
     return artefact(folder)
 
 
-def wait_for(folder: Path, pattern: str, process: subprocess.Popen[str], seconds: float = 90) -> None:
-    """Wait until the run has come so far, or is over."""
-    end = time.monotonic() + seconds
-    while not list(folder.glob(pattern)) and process.poll() is None:
-        assert time.monotonic() < end, f"{pattern} never came"
-        time.sleep(0.005)
-
-
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def assert_whole(folder: Path) -> None:
-    """Every file that a process may have been writing can be read, and every epoch is logged once."""
-    for path in folder.rglob("*"):
-        if path.name.startswith("."):
-            continue  # a temporary, which nobody reads
-        if path.name in ("state.pt", "state.1.pt"):
-            assert checkpoint.load_state(path)["model"]
-        elif path.suffix == ".safetensors":
-            assert checkpoint.load_tensors(path)[0]
-        elif path.suffix == ".json":
-            json.loads(path.read_text())
-        elif path.name == "metrics.jsonl":
-            epochs = [json.loads(line)["epoch"] for line in path.read_text().splitlines()]
-            assert epochs == list(range(1, len(epochs) + 1))
-
-
 # The command, which is sent a signal after the first epoch of a stage: from outside it could be over before.
 SIGNALLED = """
 import os, sys
-from harp import metrics
+from harp.training import metrics
 from harp.cli import main
 
 stage, number, *sys.argv[1:] = sys.argv[1:]
@@ -116,6 +81,26 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 from harp.cli import main
+main()
+"""
+
+
+# The command, which is killed in its tenth save of a stage: the new state is written and not yet in its place.
+KILLED = """
+import os, signal, sys
+from harp.cli import main
+
+stage, *sys.argv[1:] = [*sys.argv[1:], "--minutes", "0"]
+replace, saves = os.replace, []
+
+def killed(source, target):
+    if str(source).endswith(".tmp") and str(target).endswith(f"-{stage}/state.pt"):
+        saves.append(target)
+        if len(saves) == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+os.replace = killed
 main()
 """
 
@@ -149,6 +134,21 @@ def test_before_there_is_anything_to_save(tmp_path: Path) -> None:
     stopped = scripted(PREEMPTED, tmp_path)
     assert stopped.returncode == 75, stopped.stderr
     assert "stopped by SIGUSR2; nothing is lost. Go on with the same command: harp run" in stopped.stderr
+
+
+def test_killed_in_the_middle_of_a_save_it_ends_with_the_same_bits(
+    tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process, which goes on
+    assert scripted(KILLED, tmp_path, "prune").returncode == -signal.SIGKILL
+    (stage,) = tmp_path.glob("runs/stages/*-prune")
+    state = load_state(stage / "state.pt")
+    assert state["epoch"] > 0 and state["step"] > 0, "in the middle of the training"
+    assert list(stage.glob(".state.pt.*.tmp"))
+    assert_whole(tmp_path / "runs")
+    go_on(tmp_path)
+    assert_equal(artefact(tmp_path), here)
+    assert not [path for path in (tmp_path / "runs").rglob("*") if path.name.startswith((".", "state"))]
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_stages_one_by_one_are_the_stages_in_one_go(tmp_path: Path, here: dict[s
     """Nothing but files passes from stage to stage: a run that ends between two of them loses nothing."""
     for count in range(1, len(STAGES) + 1):
         folder = go_on(tmp_path, stages=count)
-    assert_equal(checkpoint.load_tensors(folder / "model.safetensors")[0], here)
+    assert_equal(load_tensors(folder / "model.safetensors")[0], here)
 
 
 # ---------------------------------------------------------------- time limits
@@ -296,7 +296,7 @@ def test_a_damaged_state_costs_no_more_than_itself(
 )
 def test_states_of_others_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     path = interrupted(tmp_path)
-    checkpoint.save_state(path, {**checkpoint.load_state(path), **change})
+    save_state(path, {**load_state(path), **change})
     before = path.read_bytes()
     with pytest.raises(CheckpointError, match=told):
         go_on(tmp_path)
@@ -318,7 +318,7 @@ def test_a_full_disk_is_no_end_of_a_training(
     tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither states nor metrics can be written until the pruning is done; what is lost is nothing but states."""
-    from harp import files, states
+    from harp.system import files, states
 
     full = [True]
     save, write = states.States.save, files.write_text
@@ -339,7 +339,7 @@ def test_a_full_disk_is_no_end_of_a_training(
         full[0] = number == 1  # while pruning
         finish(self, number, *arguments)
 
-    from harp import artefact as artefacts
+    from harp.experiments import artefact as artefacts
 
     kept = artefacts.save
 
@@ -357,7 +357,7 @@ def test_a_full_disk_is_no_end_of_a_training(
         put(self, outcome)
 
     monkeypatch.setattr(Run, "write", write_outcome)
-    monkeypatch.setattr(keeper.time, "sleep", waits.append)
+    monkeypatch.setattr(interrupt.time, "sleep", waits.append)
     go_on(tmp_path)
     assert waits == [1.0]
     assert_equal(artefact(tmp_path), here)
@@ -424,7 +424,7 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path: Path, monkeypatch: p
 def test_the_documented_job_queues_again_what_is_unfinished(
     tmp_path: Path, number: signal.Signals | None, ending: int, code: int
 ) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "long-runs.md").read_text()
+    page = (ROOT / "docs" / "long-runs.md").read_text()
     script = next(block for block in page.split("```sh\n")[1:] if block.startswith("#!/bin/bash")).split("```")[0]
     work = "import signal, sys, time; " + (
         f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), sys.exit({ending}))); "
@@ -433,7 +433,7 @@ def test_the_documented_job_queues_again_what_is_unfinished(
         else f"sys.exit({ending})"
     )
     (line,) = [each for each in script.splitlines() if each.startswith("harp run")]
-    (tmp_path / "job.sh").write_text(script.replace(line, f"{sys.executable} -c '{work.replace(chr(39), chr(34))}' &"))
+    (tmp_path / "job.sh").write_text(script.replace(line, f"{shlex.join([sys.executable, '-c', work])} &"))
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
     (tmp_path / "scontrol").chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "42"}

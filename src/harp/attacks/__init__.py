@@ -10,11 +10,11 @@ from typing import Any
 
 from harp.attacks.apgd import Apgd, ApgdDlr, ApgdT
 from harp.attacks.autoattack import AutoAttack, AutoAttackLite
-from harp.attacks.ball import NORMS, Attack, Ball, check_number, images_in_box, logits, step_size
 from harp.attacks.fab import Fab
 from harp.attacks.fmn import Fmn
 from harp.attacks.pgd import CwInf, Fgsm, Pgd, ascend
 from harp.attacks.square import Square
+from harp.attacks.threat import NORMS, Attack, Ball, check_number, images_in_box, logits, step_size
 from harp.errors import RecipeError
 
 __all__ = [
@@ -34,7 +34,9 @@ __all__ = [
     "Pgd",
     "Square",
     "ascend",
+    "batched",
     "check_number",
+    "fast_forward",
     "images_in_box",
     "logits",
     "named",

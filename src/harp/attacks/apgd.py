@@ -38,9 +38,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harp.attacks.ball import Ball, check_number, logits, per_image
-from harp.attacks.stepwise import State, Stepwise, wrong
-from harp.frozen import Logits
+from harp.attacks.batched import State, Stepwise, wrong
+from harp.attacks.threat import Ball, check_number, logits, per_image
+from harp.models.modes import Logits
 
 _RHO = 0.75
 _MOMENTUM = 0.75
@@ -49,7 +49,20 @@ _TINY = 1e-12  # in the ratios' denominators, as the authors have it
 
 @dataclass(frozen=True)
 class Apgd(Stepwise):
-    """APGD on the cross entropy; `restarts` are from other random points."""
+    """APGD on the cross entropy; `restarts` are from other random points.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        steps: how many gradient steps are taken.
+        restarts: runs from other random points.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Apgd(epsilon=8 / 255, steps=10)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
+    """
 
     epsilon: float = 8 / 255
     norm: str = "linf"
@@ -101,7 +114,7 @@ class Apgd(Stepwise):
         state["rises"] += loss > state["last"]
         state["last"] = loss
 
-        window = _checkpoints(self.steps, step.device)[step]
+        window = checkpoints(self.steps, step.device)[step]
         back = self._halve(state, window)
         if window.any():
             current = torch.where(per_image(back, x), state["points"], current)
@@ -185,7 +198,20 @@ class Apgd(Stepwise):
 
 @dataclass(frozen=True)
 class ApgdDlr(Apgd):
-    """APGD on the difference of logits ratio."""
+    """APGD on the difference of logits ratio.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        steps: how many gradient steps are taken.
+        restarts: runs from other random points.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.ApgdDlr(epsilon=8 / 255, steps=10)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
+    """
 
     code: ClassVar[str] = "apgd-dlr"
 
@@ -202,7 +228,21 @@ class ApgdDlr(Apgd):
 
 @dataclass(frozen=True)
 class ApgdT(Apgd):
-    """APGD on the difference of logits ratio towards one class after the other, each with `restarts` runs."""
+    """APGD on the difference of logits ratio towards one class after the other, each with `restarts` runs.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        steps: how many gradient steps are taken.
+        restarts: runs from other random points.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+        targets: how many of the likeliest other classes are tried.
+
+    Example:
+        attack = harp.ApgdT(epsilon=8 / 255, steps=10, targets=2)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
+    """
 
     targets: int = 9
 
@@ -239,7 +279,7 @@ def _spread(logits: Tensor, wanted: int) -> Tensor | float:
 
 
 @cache
-def _checkpoints(steps: int, device: torch.device) -> Tensor:
+def checkpoints(steps: int, device: torch.device) -> Tensor:
     """For every number of steps taken: if there is a checkpoint, how many steps ago the last one was, else 0."""
     windows = torch.zeros(steps + 1, dtype=torch.long)
     length, at = max(int(0.22 * steps), 1), 0

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks.apgd import Apgd, ApgdT
-from harp.attacks.ball import Ball, images_in_box, logits
+from harp.attacks.batched import Packing, Stepwise, wrong
 from harp.attacks.fab import Fab
+from harp.attacks.fast_forward import frozen
 from harp.attacks.square import Square
-from harp.attacks.stepwise import Packing, Stepwise, wrong
-from harp.frozen import frozen
-from harp.seeds import derive
+from harp.attacks.threat import Ball, images_in_box, logits
+from harp.system.seeds import derive
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,16 @@ class AutoAttack:
 
     `parts` are the attacks; who wants to save in between runs them with a `Packing` each, every one on the images that
     all before it have left.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.AutoAttack(epsilon=8 / 255)
+        print([part.name for part in attack.parts(classes=10)])
     """
 
     epsilon: float = 8 / 255
@@ -85,6 +95,16 @@ class AutoAttackLite(AutoAttack):
 
     FAB and the square attack are four fifths of AutoAttack's cost, and rarely find anything that APGD has not found on
     networks that don't hide their gradients.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.AutoAttackLite(epsilon=8 / 255)
+        print([part.name for part in attack.parts(classes=10)])
     """
 
     code: ClassVar[str] = "aa-lite"

@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harp.attacks.ball import images_in_box, logits
-from harp.frozen import Logits, frozen
-from harp.seeds import derive
+from harp.attacks.fast_forward import frozen
+from harp.attacks.threat import images_in_box, logits
+from harp.models.modes import Logits
+from harp.system.seeds import derive
 
 State = dict[str, Tensor]
 

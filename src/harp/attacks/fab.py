@@ -42,10 +42,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from harp.attacks.ball import Ball, check_number, length_of, logits, per_image
-from harp.attacks.stepwise import State, Stepwise, wrong
+from harp.attacks.batched import State, Stepwise, wrong
+from harp.attacks.threat import Ball, check_number, length_of, logits, per_image
 from harp.errors import RecipeError
-from harp.frozen import Logits
+from harp.models.modes import Logits
 
 _SHORTEST = 1e-8  # what a way of length zero counts in α, as the authors have it
 
@@ -55,6 +55,22 @@ class Fab(Stepwise):
     """FAB towards the `targets` likeliest other classes, one after the other, each with `restarts` runs.
 
     The first run starts from the image itself, the others from a random point halfway to the edge of the ball.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        steps: of a run.
+        targets: how many of the likeliest other classes are tried.
+        restarts: runs towards each class.
+        alpha_max: how much of a step may go back towards the image.
+        eta: how far a step goes beyond the decision boundary; 1 is up to it.
+        beta: how much of the way from the image is kept when a misclassified point is pulled back towards it.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Fab(epsilon=8 / 255, steps=5, targets=2)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
     """
 
     epsilon: float = 8 / 255

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,13 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from harp.errors import ModelError
-from harp.modes import evaluating
-from harp.sparse.agreement import TOLERANCE, disagreement
-from harp.sparse.follower import Follower, wanted
+from harp.models.agreement import TOLERANCE, disagreement
+from harp.models.modes import Logits, evaluating
+
+if TYPE_CHECKING:
+    from harp.engine.follower import Follower
 
 _log = logging.getLogger("harp")
-Logits = Callable[[Tensor], Tensor]
 
 # The height of a feature map from which on channels_last is faster, measured per layer: the kernels of AVX-512
 # lose half their speed with it at 4 x 4, those of AVX2 gain at every size.
@@ -50,7 +51,7 @@ _CHANNELS_LAST_FROM = {"AVX512": 8, "AVX2": 1}
 # measured with AVX2, 36 against 80 billion operations a second, and 0.1 nanoseconds an output.
 _SPARSE_COST, _OUTPUT_COST = 2.2, 4.0
 _GAIN = 0.8  # it must be so much less
-_WORTH = 2e6  # multiplications of an image below which finding out what the model computes is not worth it
+WORTH = 2e6  # multiplications of an image below which finding out what the model computes is not worth it
 
 _THIN = 3  # input channels up to which the library is slow with gradients
 
@@ -82,7 +83,7 @@ class _Plan:
     graph: fx.GraphModule | None
     parts: tuple[weakref.ref[Any], ...]
     settings: tuple[Any, ...]
-    follower: Follower | None = None  # the sparse engine, once it is worth it
+    follower: "Follower | None" = None  # the sparse engine, once it is worth it
     refused: bool = False  # it can't be had for this model
 
 
@@ -112,6 +113,8 @@ def _folded(model: nn.Module, example: Tensor) -> Logits | None:
 
 def _is_sparse(graph: fx.GraphModule, example: Tensor) -> bool:
     """Whether the sparse engine is the faster one for this network, by the multiplications that are left."""
+    from harp.engine.follower import wanted  # here, since whoever only names an attack does without the engine
+
     if wanted() == "off" or example.device.type != "cpu" or example.dtype != torch.float32:
         return False
     dense = sparse = 0.0
@@ -122,11 +125,13 @@ def _is_sparse(graph: fx.GraphModule, example: Tensor) -> bool:
             outputs = math.prod(_shape(node)[1:])
             dense += outputs * weight[0].numel()
             sparse += outputs * (float(weight.count_nonzero()) / len(weight) * _SPARSE_COST + _OUTPUT_COST)
-    return wanted() == "always" or (sparse < _GAIN * dense and dense >= _WORTH)
+    return wanted() == "always" or (sparse < _GAIN * dense and dense >= WORTH)
 
 
 def _followed(plan: _Plan, model: nn.Module, example: Tensor) -> Logits | None:
     """The sparse engine with the weights of this moment; the rewritten graph if there is none for this model."""
+    from harp.engine.follower import Follower
+
     assert plan.graph is not None
     try:
         if plan.follower is None:
@@ -209,7 +214,7 @@ class FoldedLayer(nn.Module):
             return F.linear(x, self.weight, self.bias)
         x = x if self.before is None else x.contiguous(memory_format=self.before)
         if self.thin and x.requires_grad and torch.is_grad_enabled():
-            y = _thin_convolution(x, self.weight, self.bias, layer.stride, layer.padding)
+            y = thin_convolution(x, self.weight, self.bias, layer.stride, layer.padding)
         else:
             convolve = _CONVOLUTIONS[type(layer)]
             y = convolve(x, self.weight, self.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -247,7 +252,7 @@ class _ThinConvolution(torch.autograd.Function):
         return inner.contiguous(), None, None, None, None
 
 
-_thin_convolution: Callable[..., Tensor] = _ThinConvolution.apply
+thin_convolution: Callable[..., Tensor] = _ThinConvolution.apply
 
 
 def _is_thin(layer: Any) -> bool:

@@ -32,9 +32,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from harp.attacks.ball import Ball, check_number, images_in_box, length_of, logits, per_image
-from harp.attacks.stepwise import Packing, State, Stepwise, wrong
-from harp.frozen import Logits, frozen
+from harp.attacks.batched import Packing, State, Stepwise, wrong
+from harp.attacks.fast_forward import frozen
+from harp.attacks.threat import Ball, check_number, images_in_box, length_of, logits, per_image
+from harp.models.modes import Logits
 
 _GAMMA_END = 0.001
 _ALPHA_END = 0.01  # of the first α
@@ -46,6 +47,19 @@ class Fmn(Stepwise):
 
     Called, it gives these points. With a finite epsilon it is an attack within a ball: an image is through as soon as
     a point within epsilon is found, and one without such a point is given back as it is.
+
+    Arguments:
+        epsilon: how far a point may be; by default any distance.
+        norm: of the distance, "linf" or "l2".
+        steps: how many gradient steps are taken.
+        alpha: the first step's length; it falls along half a cosine.
+        gamma: by what share the ball shrinks or grows at first; it falls as well.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Fmn(steps=10)
+        print(attack.distances(model, images, labels))
     """
 
     epsilon: float = math.inf

@@ -30,17 +30,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from harp.attacks.ball import logits
-from harp.frozen import FoldedLayer, Logits
+from harp.attacks.fast_forward import FoldedLayer
+from harp.attacks.threat import logits
+from harp.models.modes import Logits
 
 Pair = tuple[int, int]
 
-_MOST = 2**20  # bytes of maps an image; wider networks are asked as usual
+MOST = 2**20  # bytes of maps an image; wider networks are asked as usual
 # What windows cost, measured: a multiplication, times as much as in whole maps, as pieces are small and are fetched; a
 # number of a map, in multiplications; and a stage by itself, however many images there are.
-_DEARER = 1.5
+DEARER = 1.5
 _PIXEL = 64
-_STAGE = 20_000_000
+STAGE = 20_000_000
 _POINTWISE = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Identity, nn.Dropout, nn.Dropout2d, nn.BatchNorm2d)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 _WITH_CONSTANT = (
@@ -171,15 +172,15 @@ class Windows:
 
     def pays(self, side: int, count: int) -> bool:
         """Whether squares of so many images are less work than the images."""
-        windows = count * _DEARER * self._work(self._sizes(side)) + len(self.stages) * _STAGE
-        return windows < count * self._work(self.shapes[0][1:])
+        windows = count * DEARER * self.work(self._sizes(side)) + len(self.stages) * STAGE
+        return windows < count * self.work(self.shapes[0][1:])
 
     @property
     def bytes(self) -> int:
         """The size of the maps of an image."""
         return 4 * sum(self.shapes[at][0] * prod(self._padded(at)) for at in self._kept())
 
-    def _work(self, sizes: Pair) -> int:
+    def work(self, sizes: Pair) -> int:
         """What a window of an image costs, in multiplications."""
         windows = self._plan(sizes).windows[1:]
         return sum(prod(window) * stage.work for window, stage in zip(windows, self.stages, strict=True))
@@ -345,7 +346,7 @@ def of(net: Logits, images: Tensor, side: int) -> Windows | None:
     if net not in _known:
         _known[net] = _cut(net)
     found = _known[net]
-    fits = found is not None and found.shapes[0] == images.shape[1:] and found.bytes <= _MOST
+    fits = found is not None and found.shapes[0] == images.shape[1:] and found.bytes <= MOST
     return found if found is not None and fits and found.pays(side, len(images)) else None
 
 

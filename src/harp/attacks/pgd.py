@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.attacks.ball import Ball, check_number, images_in_box, logits, step_size
+from harp.attacks.fast_forward import frozen
+from harp.attacks.threat import Ball, check_number, images_in_box, logits, step_size
 from harp.errors import RecipeError
-from harp.frozen import Logits, frozen
+from harp.models.modes import Logits
 
 
 def ascend(
@@ -41,6 +42,20 @@ class Pgd:
 
     With one restart the last iterate is given. With several, per image: a point that is misclassified, else the
     one of the highest loss; images that are misclassified take no part in the restarts that follow.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        step: the length of a step; None: a quarter of epsilon.
+        steps: how many gradient steps are taken.
+        restarts: runs from other random points.
+        norm: of the ball, "linf" or "l2".
+        random_start: start at a random point of the ball, not at the image.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Pgd(epsilon=8 / 255, steps=20)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
     """
 
     epsilon: float = 8 / 255
@@ -108,6 +123,21 @@ class CwInf(Pgd):
 
     κ is how far beyond the decision boundary the attack still gains; with 50 it is the plain margin for all
     usual logits.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        step: the length of a step; None: a quarter of epsilon.
+        steps: how many gradient steps are taken.
+        restarts: runs from other random points.
+        norm: "linf", no other.
+        random_start: start at a random point of the ball, not at the image.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+        kappa: κ.
+
+    Example:
+        attack = harp.CwInf(epsilon=8 / 255, steps=5)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
     """
 
     steps: int = 20  # as in the code of HARP's authors; their paper says those of training, 10
@@ -130,7 +160,18 @@ class CwInf(Pgd):
 
 @dataclass(frozen=True)
 class Fgsm:
-    """The fast gradient sign method (Goodfellow et al. 2015): one step of length epsilon from the image itself."""
+    """The fast gradient sign method (Goodfellow et al. 2015): one step of length epsilon from the image itself.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Fgsm(epsilon=8 / 255)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
+    """
 
     epsilon: float = 8 / 255
     norm: str = "linf"

@@ -12,7 +12,7 @@ in the form η of two pyramids of opposite signs, added to what is there; the st
 
 A query that changes nothing, since the square has these signs already, need not be asked: its answer is known. With
 one channel that is up to half of the queries. And of a query in the maximum norm only what the square changes need be
-computed, where that is faster: see `harp.attacks.windows`.
+computed, where that is faster: see `harp.attacks.incremental`.
 
 Departures from the authors' code in the AutoAttack package:
 
@@ -31,12 +31,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from harp.attacks import windows
-from harp.attacks.ball import Ball, check_number, logits, per_image
-from harp.attacks.stepwise import State, Stepwise, wrong
-from harp.attacks.windows import Windows
+from harp.attacks import incremental
+from harp.attacks.batched import State, Stepwise, wrong
+from harp.attacks.incremental import Windows
+from harp.attacks.threat import Ball, check_number, logits, per_image
 from harp.errors import DataError
-from harp.frozen import Logits
+from harp.models.modes import Logits
 
 _HALVED_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)  # of 10 000 queries
 _TILES = 5  # squares along each side at the start, in the Euclidean norm
@@ -56,7 +56,22 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Square(Stepwise):
-    """The square attack on the margin, of `steps` queries and one for the start."""
+    """The square attack on the margin, of `steps` queries and one for the start.
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+        steps: queries of the network.
+        restarts: runs from other random points.
+        share: how much of the image the first squares cover.
+        rescaled: fit the schedule, which is made for 10 000 queries, to `steps`.
+        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
+            rounding.
+
+    Example:
+        attack = harp.Square(epsilon=8 / 255, steps=20)
+        print(harp.accuracy(model, images, labels, attack=attack).accuracy)
+    """
 
     epsilon: float = 8 / 255
     norm: str = "linf"
@@ -101,7 +116,7 @@ class Square(Stepwise):
         asked = (first | (proposal != points).flatten(1).any(1)).nonzero().flatten()
         margin, fooled = state["margin"], torch.zeros_like(first)
         largest = max(1, int(place.side.max()))
-        local = windows.of(net, x, largest) if self.norm == "linf" else None
+        local = incremental.of(net, x, largest) if self.norm == "linf" else None
         maps = _maps(local, state)
         if len(asked):
             some = proposal if len(asked) == len(y) else proposal[asked]
@@ -139,7 +154,7 @@ class Square(Stepwise):
             return torch.where(stripes, x + self.epsilon, x - self.epsilon).clamp_(0, 1)
         side = max(min(height, width) // _TILES, 1)
         down, across = min(_TILES, height // side), min(_TILES, width // side)
-        form = _form(side).to(x)
+        form = two_pyramids(side).to(x)
         draws = torch.rand(2, down, across, count, channels, generator=generator, device=x.device, dtype=x.dtype)
         offset = torch.zeros_like(x)
         for row, column in product(range(down), range(across)):
@@ -152,38 +167,29 @@ class Square(Stepwise):
     def _place(self, x: Tensor, step: Tensor, generator: torch.Generator) -> _Place:
         """Draw a square for every image."""
         count, channels, height, width = x.shape
-        table, kinds = _sides(self.steps, self.share, self.rescaled, self.norm, height, width)
+        table, kinds = schedule(self.steps, self.share, self.rescaled, self.norm, height, width)
         kind = kinds.to(x.device)[step]
         side = table.to(x.device)[kind][:, None]
         draws = torch.rand(5 + channels, count, 1, generator=generator, device=x.device, dtype=x.dtype)
-        return _Place(draws, kind, side, _along(height, side, draws[0]), _along(width, side, draws[1]))
+        return _Place(draws, kind, side, along(height, side, draws[0]), along(width, side, draws[1]))
 
     def _proposal(self, x: Tensor, points: Tensor, step: Tensor, place: _Place) -> Tensor:
         """The points with one square changed; those that are at their start as they are."""
         height, width = x.shape[2:]
         draws, kind, side, rows, columns = place
         signs = (draws[5:] < 0.5).transpose(0, 1)[..., None]
-        inside = _square(rows, columns, side)
+        inside = within(rows, columns, side)
         if self.norm == "linf":
             low, high = (x - self.epsilon).clamp_(0, 1), (x + self.epsilon).clamp_(0, 1)
             return torch.where(inside, torch.where(signs, high, low), points)
-        cleared = _square(_along(height, side, draws[2]), _along(width, side, draws[3]), side)
+        cleared = within(along(height, side, draws[2]), along(width, side, draws[3]), side)
         forms = _forms(self.steps, self.share, self.rescaled, height, width).to(x)
         turned = kind + len(forms) // 2 * (draws[4, :, 0] < 0.5)
         last = forms.shape[1] - 1  # a row and a column of zeros, for all that is outside
         rows, columns = (torch.where((at >= 0) & (at < side), at, last) for at in (rows, columns))
         form = forms[turned[:, None, None], rows[:, :, None], columns[:, None, :]][:, None]
-        changed = self._moved(points - x, form * torch.where(signs, 1.0, -1.0), inside, cleared)
+        changed = moved(points - x, form * torch.where(signs, 1.0, -1.0), inside, cleared, self.epsilon)
         return torch.where(per_image(step > 0, x), self._at_distance(x, changed), points)
-
-    def _moved(self, offset: Tensor, form: Tensor, inside: Tensor, cleared: Tensor) -> Tensor:
-        """The perturbation when the length in the square `cleared`, and what is left of epsilon, went to `inside`."""
-        squares, here = offset.square(), inside.to(offset.dtype)
-        spare = (self.epsilon**2 - squares.sum((1, 2, 3), keepdim=True)).clamp_min(0) / offset.shape[1]
-        length = (spare + squares.masked_fill(~(inside | cleared), 0).sum((2, 3), keepdim=True)).sqrt()
-        form = form + offset * here / ((squares * here).sum((2, 3), keepdim=True).sqrt() + _TINY)
-        form = form * (length / (form.square().sum((2, 3), keepdim=True).sqrt() + _TINY))
-        return torch.where(inside, form, offset.masked_fill(cleared, 0))
 
     def _at_distance(self, x: Tensor, offset: Tensor) -> Tensor:
         """Points at the distance epsilon along an offset, clipped to the box."""
@@ -215,21 +221,31 @@ def _margin(answer: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return true - other, wrong(answer, y)
 
 
-def _along(length: int, side: Tensor, draw: Tensor) -> Tensor:
+def moved(offset: Tensor, form: Tensor, inside: Tensor, cleared: Tensor, epsilon: float) -> Tensor:
+    """The perturbation when the length in the square `cleared`, and what is left of epsilon, went to `inside`."""
+    squares, here = offset.square(), inside.to(offset.dtype)
+    spare = (epsilon**2 - squares.sum((1, 2, 3), keepdim=True)).clamp_min(0) / offset.shape[1]
+    length = (spare + squares.masked_fill(~(inside | cleared), 0).sum((2, 3), keepdim=True)).sqrt()
+    form = form + offset * here / ((squares * here).sum((2, 3), keepdim=True).sqrt() + _TINY)
+    form = form * (length / (form.square().sum((2, 3), keepdim=True).sqrt() + _TINY))
+    return torch.where(inside, form, offset.masked_fill(cleared, 0))
+
+
+def along(length: int, side: Tensor, draw: Tensor) -> Tensor:
     """Where the pixels of an axis are, as seen from the corner of a randomly placed square."""
     places = length - side
     corner = torch.minimum((draw * (places + 1)).long(), places)
     return torch.arange(length, device=draw.device) - corner
 
 
-def _square(rows: Tensor, columns: Tensor, side: Tensor) -> Tensor:
+def within(rows: Tensor, columns: Tensor, side: Tensor) -> Tensor:
     """Which pixels are in the squares."""
     down, across = ((at >= 0) & (at < side) for at in (rows, columns))
     return down[:, None, :, None] & across[:, None, None, :]
 
 
 @cache
-def _sides(steps: int, share: float, rescaled: bool, norm: str, height: int, width: int) -> tuple[Tensor, Tensor]:
+def schedule(steps: int, share: float, rescaled: bool, norm: str, height: int, width: int) -> tuple[Tensor, Tensor]:
     """The sides that occur, from the smallest up, and for every query which it is; 0 for the start, the zeroth."""
     found = [0]
     for query in range(steps):
@@ -245,21 +261,21 @@ def _sides(steps: int, share: float, rescaled: bool, norm: str, height: int, wid
 @cache
 def _forms(steps: int, share: float, rescaled: bool, height: int, width: int) -> Tensor:
     """The forms of all sides that occur, then the same turned, with zeros below and to the right."""
-    sides = _sides(steps, share, rescaled, "l2", height, width)[0].tolist()
+    sides = schedule(steps, share, rescaled, "l2", height, width)[0].tolist()
     forms = torch.zeros(len(sides), sides[-1] + 1, sides[-1] + 1)
     for form, side in zip(forms, sides, strict=True):
-        form[:side, :side] = _form(side)
+        form[:side, :side] = two_pyramids(side)
     return torch.cat([forms, forms.transpose(1, 2)])
 
 
-def _form(side: int) -> Tensor:
+def two_pyramids(side: int) -> Tensor:
     """Two pyramids of opposite signs, one above the other, of the length one."""
-    form = torch.cat([_pyramid(side // 2, side), -_pyramid(side - side // 2, side)])
+    form = torch.cat([pyramid(side // 2, side), -pyramid(side - side // 2, side)])
     unit: Tensor = form / (torch.linalg.vector_norm(form) + _TINY)
     return unit
 
 
-def _pyramid(height: int, width: int) -> Tensor:
+def pyramid(height: int, width: int) -> Tensor:
     """Σ_k 1/(k + 1)² over the rings k around a pixel's place and beyond, of the length one."""
     rings = 1 / torch.arange(1, max(height, width) // 2 + 2).square()
     rows, columns = ((torch.arange(size) - size // 2).abs() for size in (height, width))

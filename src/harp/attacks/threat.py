@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import DataError, ModelError, RecipeError
-from harp.frozen import Logits
-from harp.processes.noise import normal, uniform
+from harp.models.modes import Logits
+from harp.system.distributed.shared_noise import normal, uniform
 
 NORMS = ("linf", "l2")
 
@@ -17,7 +17,13 @@ _OUTSIDE = 1e-6  # a rounding error of resizing; normalised images are far outsi
 
 
 class Attack(Protocol):
-    """What an attack is: a function of a model, images in [0, 1] and labels to images of the same shape."""
+    """What an attack is: a function of a model, images in [0, 1] and labels to images of the same shape.
+
+    Example:
+        def noise(model, x, y):
+            return (x + 0.1 * torch.rand_like(x)).clamp(0, 1)
+        print(harp.accuracy(model, images, labels, attack=noise).accuracy)
+    """
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Images of a high loss in the balls around `x`."""
@@ -25,7 +31,16 @@ class Attack(Protocol):
 
 @dataclass(frozen=True)
 class Ball:
-    """The images within `epsilon` of an image, in the maximum or the Euclidean norm, that are in [0, 1]."""
+    """The images within `epsilon` of an image, in the maximum or the Euclidean norm, that are in [0, 1].
+
+    Arguments:
+        epsilon: the radius of the ball around an image.
+        norm: of the ball, "linf" or "l2".
+
+    Example:
+        ball = harp.Ball(8 / 255)
+        points = ball.project(images + 0.1, images)
+    """
 
     epsilon: float
     norm: str = "linf"

@@ -1,4 +1,4 @@
-"""The command line: thin commands over the library. Nothing heavy is imported before a command needs it."""
+"""The command line: thin commands over the library. Heavy modules are imported only by the commands that need them."""
 
 import logging
 import os
@@ -10,19 +10,7 @@ from typing import Annotated
 import typer
 
 from harp import __version__
-from harp.cli import (
-    benching,
-    comparing,
-    early,
-    estimating,
-    evaluation,
-    exporting,
-    looking,
-    sharding,
-    shrinking,
-    training,
-    voice,
-)
+from harp.cli import bench, compare, estimate, evaluate, export, looking, ranks, shards, signals, slim, training
 from harp.errors import LOST, HarpError, Interrupted, Lost
 
 app = typer.Typer(
@@ -55,28 +43,32 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": training.demo,
     "run": training.run,
     "prune": training.prune,
-    "compare": comparing.compare,
-    "estimate": estimating.estimate,
-    "evaluate": evaluation.evaluate,
-    "report": evaluation.report,
-    "slim": shrinking.slim,
-    "export": exporting.export,
-    "bench": benching.bench,
-    "shard": sharding.shard,
+    "compare": compare.compare,
+    "estimate": estimate.estimate,
+    "evaluate": evaluate.evaluate,
+    "report": evaluate.report,
+    "slim": slim.slim,
+    "export": export.export,
+    "bench": bench.bench,
+    "shard": shards.shard,
     "list": looking.list_,
     "plan": looking.plan,
     "doctor": looking.doctor,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-app.add_typer(evaluation.submit, name="submit")
+app.add_typer(evaluate.submit, name="submit")
+
+__all__ = [
+    "main",
+]
 
 
 class _Log(logging.Handler):
-    """Print what the library logs to standard error as it is at that moment: a live bar puts itself in between."""
+    """Prints log records to the current `sys.stderr`, which a live progress bar replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One line, named by its level where that is more than news."""
+        """Print one line, with the level if it is above INFO."""
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         print(f"{level}{record.getMessage()}", file=sys.stderr)
 
@@ -86,35 +78,35 @@ def main() -> None:
     try:
         _main()
     except SystemExit as end:
-        voice.leave(end.code)
+        ranks.leave(end.code)
         raise
 
 
 def _main() -> None:
-    """One line for what HARP raises on purpose, and exit codes that scripts can use."""
-    # Spinning threads starve each other on a shared machine (40 times slower); must be set before torch is loaded.
+    """Print HARP's own errors as one line, and exit with documented codes."""
+    # Spinning threads make a shared machine up to 40 times slower. This must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("harp").handlers = [_Log()]
     try:
-        with early.heeded():
+        with signals.heeded():
             app()
     except HarpError as error:
-        voice.say(f"error: {' '.join(str(error).split())}")
+        ranks.say(f"error: {' '.join(str(error).split())}")
         sys.exit(2)
     except Interrupted as stop:
-        voice.say_first(f"\n{stop} ({stop.cause}). Go on with the same command: {voice.command()}")
+        ranks.say_first(f"\n{stop} ({stop.cause}). Go on with the same command: {ranks.command()}")
         sys.exit(stop.code)
     except Lost as lost:
-        voice.say_lost(lost)
+        ranks.say_lost(lost)
         sys.exit(LOST)
     except RuntimeError as error:
-        lost_one = voice.loss(error)
-        if lost_one is None:
+        process_loss = ranks.loss(error)
+        if process_loss is None:
             raise
-        voice.say_lost(lost_one)
+        ranks.say_lost(process_loss)
         sys.exit(LOST)
     except KeyboardInterrupt:
-        voice.say_first("\nstopped")
+        ranks.say_first("\nstopped")
         sys.exit(128 + signal.SIGINT)
     except OSError as error:
         typer.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)

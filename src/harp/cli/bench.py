@@ -1,4 +1,4 @@
-"""The command that times a network: bench."""
+"""The command `harp bench`."""
 
 import json
 import tempfile
@@ -30,21 +30,21 @@ def bench(
 
     Example: harp bench model.harp --batch 1 --batch 256 --threads 2
     """
-    from harp import survey
-    from harp.bench import measuring, prepared
-    from harp.display import Terminal
+    from harp.deploy.bench import measuring, prepared
+    from harp.experiments import plan
+    from harp.system.progress import Terminal
 
     display = Terminal()
-    subject = survey.Subject(artefact, data, data_dir, weights, classes, shape)
+    subject = plan.Subject(artefact, data, data_dir, weights, classes, shape)
     with tempfile.TemporaryDirectory() as folder:
         files = prepared.of(subject, Path(folder))
-        found = measuring.measure(files, batches=batch, threads=threads, repeats=repeats, display=display)
-    found = {"artefact": artefact, **found}
+        result = measuring.measure(files, batches=batch, threads=threads, repeats=repeats, display=display)
+    result = {"artefact": artefact, **result}
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(result, indent=2))
         return
     title = f"{artefact}: {threads} thread{'s' * (threads > 1)}, medians of {repeats} calls"
-    columns = ("runtime", "batch", "median ms", "p95 ms", "images/s", f"to {found['against']}")
+    columns = ("runtime", "batch", "median ms", "p95 ms", "images/s", f"to {result['against']}")
     rows = [
         [
             row["runtime"],
@@ -54,29 +54,29 @@ def bench(
             f"{row['images_per_second']:,.0f}",
             f"{row['speedup']:.2f}x",
         ]
-        for row in found["latency"]
+        for row in result["latency"]
     ]
     display.table(title, columns, rows)
-    facts = [_facts(name, each, found["dense_bytes"]) for name, each in found["runtimes"].items()]
+    facts = [_facts(name, runtime, result["dense_bytes"]) for name, runtime in result["runtimes"].items()]
     heads = ("runtime", "file", "dense/file", "peak memory", "import s", "open s", "first s", "difference")
     display.table("\nin a process of its own", heads, facts)
-    for note in found["notes"]:
+    for note in result["notes"]:
         typer.echo(note)
 
 
-def _facts(name: str, each: dict[str, Any], dense: int | None) -> list[str]:
+def _facts(name: str, runtime: dict[str, Any], dense: int | None) -> list[str]:
     return [
-        f"{name} {each['version']}",
-        _size(each["file_bytes"]),
-        "–" if dense is None else f"{dense / each['file_bytes']:,.1f}",
-        "–" if each["peak_bytes"] is None else _size(each["peak_bytes"]),
-        *(f"{each[f'{part}_seconds']:.3f}" for part in ("import", "open", "first")),
-        f"{each['largest_difference']:.1e}",
+        f"{name} {runtime['version']}",
+        _size(runtime["file_bytes"]),
+        "–" if dense is None else f"{dense / runtime['file_bytes']:,.1f}",
+        "–" if runtime["peak_bytes"] is None else _size(runtime["peak_bytes"]),
+        *(f"{runtime[f'{part}_seconds']:.3f}" for part in ("import", "open", "first")),
+        f"{runtime['largest_difference']:.1e}",
     ]
 
 
 def _size(count: int) -> str:
-    """Bytes for people."""
+    """A size in bytes as text."""
     for unit, words in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.1f} {words}"

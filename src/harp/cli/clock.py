@@ -1,16 +1,16 @@
-"""When the command began: what a time limit counts from."""
+"""The start time of the command, from which a time limit counts."""
 
 import os
 import time
 from pathlib import Path
 
-from harp.processes.supervisor import SUPERVISOR
+from harp.system.distributed.launcher import SUPERVISOR
 
 
 def began() -> float:
-    """When the command was started, by `time.monotonic`: by this process, or by the one that started it with others.
+    """The start of this process, or of the supervisor that launched it, on the clock of `time.monotonic`.
 
-    Where the system does not tell, it is now.
+    The current time if the system does not report it.
     """
     try:
         fields = Path(f"/proc/{os.environ.get(SUPERVISOR, 'self')}/stat").read_text().rpartition(") ")[2].split()

@@ -1,4 +1,4 @@
-"""The command that compares methods: compare."""
+"""The command `harp compare`."""
 
 import json
 from pathlib import Path
@@ -6,21 +6,21 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import BEGAN, DataDir, Devices, Json, MaxMinutes, Out, Set, Workers
+from harp.cli.options import BEGAN, Channels, DataDir, Devices, Json, MaxMinutes, Objective, Out, Set, Workers
 
 
 def compare(
     study: Annotated[
         str,
-        typer.Argument(
-            help="A study or a recipe: a YAML file or a shipped name (`harp list studies`, `list recipes`)."
-        ),
+        typer.Argument(help="A study or a recipe: a name (`harp list studies`, `harp list recipes`) or a YAML file."),
     ],
     methods: Annotated[
         str | None, typer.Option(help="Like harp,hydra+lamp,harp:reach=0,dense-small (`harp list methods`).")
     ] = None,
     keep: Annotated[str | None, typer.Option(help="Shares of the budget to keep, like 10%,1%,0.5%.")] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds, like 0,1,2.")] = None,
+    objective: Objective = None,
+    channels: Channels = False,
     protocol: Annotated[
         str | None,
         typer.Option(help="How methods train: equal (the same epochs for all) or paper (as each was published)."),
@@ -45,7 +45,7 @@ def compare(
 ) -> None:
     """Compare methods under one recipe: every method, budget and seed, then a table and a plot with intervals.
 
-    Example: harp compare fashion/harp-99 --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
+    Example: harp compare fashion --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
 
     NAME+STRATEGY spreads the budget by a strategy; NAME:option=value sets an option. `dense-small` is a dense network
     with as many weights as the others keep. All train for the same epochs, or with `--protocol paper` as published.
@@ -54,14 +54,15 @@ def compare(
     On a cluster `--launcher slurm` submits a job a run. The same command again shows how they are, submits what failed,
     and writes the tables when all are finished.
     """
-    from harp import study as studies
-    from harp.compare import Comparison
-    from harp.display import Terminal
     from harp.errors import RecipeError
-    from harp.keeper import Stop
-    from harp.launchers import scheduler
-    from harp.launchers.slurm import Slurm
-    from harp.recipe import unknown
+    from harp.experiments.compare import Comparison
+    from harp.experiments.compose import Choice
+    from harp.experiments.recipe import unknown
+    from harp.experiments.slurm import scheduler
+    from harp.experiments.slurm.slurm import Slurm
+    from harp.experiments.study import load
+    from harp.system.interrupt import Stop
+    from harp.system.progress import Terminal
 
     if launcher not in ("local", "slurm"):
         raise RecipeError(unknown("launcher", launcher, ("local", "slurm")))
@@ -71,8 +72,15 @@ def compare(
         raise RecipeError('--max-minutes is for --launcher local; SLURM limits its jobs by --sbatch "--time=8:00:00"')
     stop = Stop(max_minutes, BEGAN)
     display = Terminal()
-    planned = studies.load(
-        study, methods=methods, keep=keep, seeds=seeds, rank_by=rank_by, protocol=protocol, changes=changes
+    planned = load(
+        study,
+        methods=methods,
+        keep=keep,
+        seeds=seeds,
+        rank_by=rank_by,
+        protocol=protocol,
+        changes=changes,
+        choice=Choice(objective=objective, channels=channels),
     )
     comparison = Comparison(
         planned, out, data_dir=data_dir, display=display, workers=workers, elsewhere=launcher != "local"
@@ -88,51 +96,53 @@ def compare(
         written = queue.write()
         typer.echo(f"{len(written)} job files in {comparison.folder / 'jobs'}; nothing was submitted")
         return
-    stands = queue.bring()
+    standings = queue.bring()
     failed: dict[str, str] = {}
-    if wait and _left(stands):
+    if wait and _left(standings):
         failed = queue.wait(display)
-    elif _left(stands):
-        _show_queue(comparison, stands, display, as_json)
+    elif _left(standings):
+        _show_queue(comparison, standings, display, as_json)
         return
     _show(comparison, comparison.collect(failed), display, as_json)
 
 
-def _left(stands: list[Any]) -> int:
-    from harp.launchers.jobs import State
+def _left(standings: list[Any]) -> int:
+    """The number of unfinished jobs."""
+    from harp.experiments.slurm.jobs import State
 
-    return sum(each.state is not State.FINISHED for each in stands)
+    return sum(job.state is not State.FINISHED for job in standings)
 
 
-def _show_queue(comparison: Any, stands: list[Any], display: Any, as_json: bool) -> None:
-    """How the jobs stand, and what to do next."""
+def _show_queue(comparison: Any, standings: list[Any], display: Any, as_json: bool) -> None:
+    """Show the state of the jobs, and what to do next."""
     if as_json:
-        jobs = [{"name": each.name, "state": each.state, "job": each.id, "note": each.note} for each in stands]
+        jobs = [{"name": job.name, "state": job.state, "job": job.id, "note": job.note} for job in standings]
         typer.echo(json.dumps({"folder": str(comparison.folder), "jobs": jobs}, indent=2))
         return
-    rows = [[each.name, each.id or "–", each.state, each.note] for each in stands]
+    rows = [[job.name, job.id or "–", job.state, job.note] for job in standings]
     display.table("\njobs", ("run", "job", "state", ""), rows)
-    submitted = sum(each.note == "submitted" for each in stands)
-    typer.echo(f"\n{submitted} submitted, {len(stands) - _left(stands)} of {len(stands)} runs finished")
+    submitted = sum(job.note == "submitted" for job in standings)
+    typer.echo(f"\n{submitted} submitted, {len(standings) - _left(standings)} of {len(standings)} runs finished")
     typer.echo(f"logs      {comparison.folder / 'logs'}")
     typer.echo("The same command shows how they are, submits what failed, and writes the tables when all are finished.")
 
 
 def _show(comparison: Any, outcome: dict[str, Any], display: Any, as_json: bool) -> None:
-    """The tables and the picture of what all runs came to."""
-    from harp import standings
+    """Draw the plot and print the tables of all runs."""
     from harp.errors import MissingExtra
+    from harp.experiments import table
+    from harp.reports import plots
 
     try:
-        comparison.draw(outcome)
+        plots.draw_study(comparison.folder, outcome)
     except MissingExtra as error:
         typer.echo(f"picture   none: {error}", err=True)
     if as_json:
         typer.echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
     else:
-        for title, rows in standings.blocks(outcome):
-            display.table(f"\n{title}", standings.columns(outcome["attack"], outcome["unit"]), rows)
-        typer.echo("\n" + "\n".join(standings.notes(outcome)))
+        for title, rows in table.blocks(outcome):
+            display.table(f"\n{title}", table.columns(outcome["attack"], outcome["unit"]), rows)
+        typer.echo("\n" + "\n".join(table.notes(outcome)))
         typer.echo(f"files     {comparison.folder}")
     if any(row["failed"] for row in outcome["rows"]):
         raise typer.Exit(1)

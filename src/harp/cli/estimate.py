@@ -1,4 +1,4 @@
-"""The command that says what work will take: estimate."""
+"""The command `harp estimate`."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,30 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli.options import Classes, DataDir, Devices, Json, KeepStates, Out, Set
+from harp.cli.options import (
+    RECIPE,
+    Channels,
+    Classes,
+    DataDir,
+    Devices,
+    Json,
+    Keep,
+    KeepStates,
+    Method,
+    Objective,
+    Out,
+    Set,
+    Strategy,
+)
 
 
 def estimate(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A YAML file, or the name of a shipped recipe (`harp list recipes`).")
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
+    method: Method = None,
+    strategy: Strategy = None,
+    keep: Keep = None,
+    objective: Objective = None,
+    channels: Channels = False,
     data_dir: DataDir = None,
     devices: Devices = 1,
     steps: Annotated[int, typer.Option(help="Steps of each stage to measure, at least.")] = 5,
@@ -45,45 +62,53 @@ def estimate(
 
     Nothing is trained or kept, and the data need not be there.
 
-    Example: harp estimate cifar10/resnet18/harp-pgd-99
+    Example: harp estimate cifar10/resnet18 --method hydra --keep 1%, as in `harp run`
 
     A plan is not measured but counted: harp estimate --plan paper --hardware a100x8
     """
-    from harp import energy
-    from harp.display import Terminal
     from harp.errors import RecipeError
-    from harp.estimate import stages
+    from harp.experiments import energy
+    from harp.experiments.compose import Choice, load
+    from harp.experiments.estimate import stages
+    from harp.system.progress import Terminal
 
     display = Terminal()
     grams = energy.INTENSITY if intensity is None else intensity
     if (recipe is None) == (plan is None):
         raise RecipeError("give a recipe or --plan, one of them")
     if plan is not None:
-        from harp.estimate.plan import estimate as counted
+        from harp.experiments.estimate.plan import estimate as estimate_plan
 
-        found = counted(plan, hardware, precision, utilisation, intensity=grams, display=display)
-        _print(found, as_json, lambda: _show_plan(found, display))
+        result = estimate_plan(plan, hardware, precision, utilisation, intensity=grams, display=display)
+        _print(result, as_json, lambda: _show_plan(result, display))
         return
-    from harp.estimate.known import sizes
-    from harp.recipe import load
+    from harp.experiments.estimate.known import sizes
 
-    made = load(str(recipe), changes)
-    there = sizes(made, data_dir, images=images, shape=shape, classes=classes)
-    keeping: dict[str, Any] = {"out": out, "keep_states": keep_states}
-    found = stages.estimate(made, there, devices=devices, steps=steps, intensity=grams, display=display, **keeping)
-    _print(found, as_json, lambda: _show(found, display))
+    loaded = load(str(recipe), changes, Choice(method, strategy, keep, objective, channels))
+    data_sizes = sizes(loaded, data_dir, images=images, shape=shape, classes=classes)
+    result = stages.estimate(
+        loaded,
+        data_sizes,
+        devices=devices,
+        steps=steps,
+        intensity=grams,
+        display=display,
+        out=out,
+        keep_states=keep_states,
+    )
+    _print(result, as_json, lambda: _show(result, display))
 
 
-def _print(found: dict[str, Any], as_json: bool, show: Any) -> None:
+def _print(result: dict[str, Any], as_json: bool, show: Any) -> None:
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(result, indent=2))
     else:
         show()
 
 
-def _show(found: dict[str, Any], display: Any) -> None:
-    from harp.display import duration
-    from harp.files import amount
+def _show(result: dict[str, Any], display: Any) -> None:
+    from harp.system.files import amount
+    from harp.system.progress import duration
 
     rows = [
         [
@@ -96,19 +121,21 @@ def _show(found: dict[str, Any], display: Any) -> None:
             duration(row["seconds"]),
             f"{duration(row['low'])} – {duration(row['high'])}",
         ]
-        for row in found["stages"]
+        for row in result["stages"]
     ]
-    for row in found["evaluation"]:
+    for row in result["evaluation"]:
         cells = ["", f"{row['images']:,} images", _seconds(row["an_image"]), "", ""]
         times = [duration(row["seconds"]), f"{duration(row['low'])} – {duration(row['high'])}"]
         rows.append([f"{row['network']} {row['name']}".strip(), *cells, *times])
-    rows.append(["all", *[""] * 5, duration(found["seconds"]), f"{duration(found['low'])} – {duration(found['high'])}"])
-    data, needs, energy = found["data"], found["needs"], found["energy"]
-    title = f"{found['recipe']}: {data['train']:,} images of {'x'.join(map(str, data['shape']))} on {found['device']}"
+    rows.append(
+        ["all", *[""] * 5, duration(result["seconds"]), f"{duration(result['low'])} – {duration(result['high'])}"]
+    )
+    data, needs, energy = result["data"], result["needs"], result["energy"]
+    title = f"{result['recipe']}: {data['train']:,} images of {'x'.join(map(str, data['shape']))} on {result['device']}"
     display.table(title, ("part", "epochs", "steps", "a step", "GFLOP/s", "memory", "time", "from – to"), rows)
     free = needs["memory_free"]
-    there = f"; {needs['memory_of']} has {amount(free)} free" if free is not None else ""
-    typer.echo(f"\nmemory    {amount(needs['memory'])}{there}")
+    available = f"; {needs['memory_of']} has {amount(free)} free" if free is not None else ""
+    typer.echo(f"\nmemory    {amount(needs['memory'])}{available}")
     typer.echo(
         f"disk      {amount(needs['disk'])} (a state of {amount(needs['state'])}, results of "
         f"{amount(needs['results'])}); {amount(needs['disk_free'])} are free"
@@ -117,13 +144,13 @@ def _show(found: dict[str, Any], display: Any) -> None:
         f"energy    {energy['kwh']:.3g} kWh by {energy['by']}, {_grams(energy['co2_g'])} CO2 at "
         f"{energy['intensity']:g} g/kWh"
     )
-    for note in found["notes"]:
+    for note in result["notes"]:
         typer.echo(f"note      {note}")
-    for warning in found["warnings"]:
+    for warning in result["warnings"]:
         typer.echo(f"warning   {warning}")
 
 
-def _show_plan(found: dict[str, Any], display: Any) -> None:
+def _show_plan(result: dict[str, Any], display: Any) -> None:
     rows = [
         [
             row["name"],
@@ -134,13 +161,13 @@ def _show_plan(found: dict[str, Any], display: Any) -> None:
             f"{row['kwh']:,.1f}",
             _grams(row["co2_g"]),
         ]
-        for row in [*found["parts"], {"name": "all", **found["total"]}]
+        for row in [*result["parts"], {"name": "all", **result["total"]}]
     ]
     heads = ("experiment", "runs", "stages", "EFLOP", "GPU hours", "kWh", "CO2")
-    display.table(f"{found['plan']} on {found['hardware']['words']}", heads, rows)
-    days = found["total"]["days"]
-    typer.echo(f"\n{days:,.1f} days on {found['hardware']['count']} GPUs, if none of them ever waits")
-    for note in found["assumptions"]:
+    display.table(f"{result['plan']} on {result['hardware']['words']}", heads, rows)
+    days = result["total"]["days"]
+    typer.echo(f"\n{days:,.1f} days on {result['hardware']['count']} GPUs, if none of them ever waits")
+    for note in result["assumptions"]:
         typer.echo(f"note      {note}")
 
 

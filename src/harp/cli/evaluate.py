@@ -1,4 +1,4 @@
-"""Commands that measure and show: evaluate, report, submit."""
+"""The commands `harp evaluate`, `harp report` and `harp submit`."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from harp.cli import deployment, voice
+from harp.cli import evaluate_file, ranks
 from harp.cli.options import (
     BEGAN,
     SIGNS,
@@ -20,7 +20,7 @@ from harp.cli.options import (
     Nodes,
     Weights,
 )
-from harp.processes.placement import Machines
+from harp.system.distributed.environment import Machines
 
 _FULL = ("fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack")
 
@@ -70,73 +70,84 @@ def evaluate(
     A deployed file is attacked as it is: what gradients find on its twin in torch is replayed on it, and Square, which
     needs answers only, asks it directly.
     """
-    from harp import assess, card, deployed, presets, summary
     from harp.attacks import Ball
-    from harp.audit import Audit
+    from harp.deploy import exported_eval
     from harp.errors import RecipeError
-    from harp.keeper import Stop
-    from harp.processes import engine, peers
+    from harp.evaluation.results import Audit
+    from harp.experiments import build, presets
+    from harp.reports import card, tables
+    from harp.system.distributed import fabric, peers
+    from harp.system.interrupt import Stop
 
-    if deployed.is_artefact(target):
-        asked = deployment.Wishes(
+    if exported_eval.is_artefact(target):
+        wishes = evaluate_file.Wishes(
             attack or (_FULL if full else ("pgd-20",)), epsilon, norm, curve or full, corruptions or full, checks
         )
         if distances:
             raise RecipeError("--distances needs the gradients of the network itself: evaluate the run for that")
         if devices * nodes > 1:
             raise RecipeError(f"--devices {devices}, --nodes {nodes}: a deployed file is measured by one process")
-        trial = deployment.Setting(examples, seed, batch, store, max_minutes)
-        deployment.evaluate(Path(target), data, data_dir, twin, weights, asked, trial, out, as_json=as_json)
+        setting = evaluate_file.Setting(examples, seed, batch, store, max_minutes)
+        evaluate_file.evaluate(Path(target), data, data_dir, twin, weights, wishes, setting, out, as_json=as_json)
         return
     if twin is not None:
         raise RecipeError(f"--twin {twin}: {target} has its own gradients; a twin is for a .harp or .onnx file")
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
-    device = engine.device_for_evaluation(machines)
-    together = peers.of_this_run()
-    display = voice.display(together.rank == 0)
-    wish = None if epsilon is None else presets.read_number("epsilon", epsilon)
-    subject = assess.load(target, data, data_dir, None if weights is None else str(weights))
+    device = fabric.device_for_evaluation(machines)
+    processes = peers.of_this_run()
+    display = ranks.display(processes.rank == 0)
+    wanted_epsilon = None if epsilon is None else presets.read_number("epsilon", epsilon)
+    subject = build.load(target, data, data_dir, None if weights is None else str(weights))
     for network in (subject.model, subject.dense):
         if network is not None:
             network.to(device)
-    usual = subject.threat
-    ball = Ball(usual.epsilon if wish is None else wish, norm or usual.norm)
+    own_ball = subject.threat
+    ball = Ball(own_ball.epsilon if wanted_epsilon is None else wanted_epsilon, norm or own_ball.norm)
     names = list(attack) if attack else list(_FULL) if full else ["pgd-20"]
-    attacks = [assess.attack_of(name, ball) for name in names]
+    attacks = [build.attack_of(name, ball) for name in names]
     stop = Stop(max_minutes, BEGAN)
     folder = out or _folder(target)
-    care: dict[str, Any] = {"display": display, "stop": stop, "peers": together}
-    audit = Audit(subject, folder, examples=examples, seed=seed, batch=batch, store=store, **care)
-    if weights is None and not (Path(target) / "recipe.yaml").is_file():
+    audit = Audit(
+        subject,
+        folder,
+        examples=examples,
+        seed=seed,
+        batch=batch,
+        store=store,
+        display=display,
+        stop=stop,
+        peers=processes,
+    )
+    if weights is None and not Path(target).is_dir():
         display.note("no --weights: the network is measured as its code makes it")
-    found: dict[str, Any] = {}
+    output: dict[str, Any] = {}
     with stop.on_signals():
-        results = [audit.natural(), *(audit.under(name, made) for name, made in attacks)]
-        found["results"] = [*results, *([audit.worst(results)] if len(results) > 2 else [])]
+        results = [audit.natural(), *(audit.under(*named_attack) for named_attack in attacks)]
+        output["results"] = [*results, *([audit.worst(results)] if len(results) > 2 else [])]
         if curve or full:
-            found["curve"] = audit.curve(ball)
+            output["curve"] = audit.curve(ball)
         if distances or full:
-            found["distances"] = audit.distances(ball.norm)
+            output["distances"] = audit.distances(ball.norm)
         if corruptions or full:
-            found["corruptions"] = audit.corruptions()
+            output["corruptions"] = audit.corruptions()
         if subject.dense is not None:
-            found["flips"] = audit.flips(subject.dense)
+            output["flips"] = audit.flips(subject.dense)
         if checks:
-            found["checks"] = audit.checks(ball, [*results, *([found["curve"]] if "curve" in found else [])])
-    if together.rank > 0:
+            output["checks"] = audit.checks(ball, [*results, *([output["curve"]] if "curve" in output else [])])
+    if processes.rank > 0:
         return
     if folder == Path(target) / "evaluation":
         card.write(Path(target))
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(output, indent=2))
         return
     columns = ("test", "accuracy", "95 % interval", "n", "epsilon")
-    rows = [[row[0], *row[2:]] for row in summary.result_rows([], found["results"])]
+    rows = [[row[0], *row[2:]] for row in tables.result_rows([], output["results"])]
     display.table(f"{target} on {subject.data.name} ({results[0]['measure']})", columns, rows)
-    for line in summary.remarks(found):
+    for line in tables.remarks(output):
         typer.echo(line)
-    if "checks" in found:
-        marked = [[f"{SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in found["checks"]["findings"]]
+    if "checks" in output:
+        marked = [[f"{SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in output["checks"]["findings"]]
         display.table("\nsigns of false robustness", ("check", ""), marked)
     typer.echo(f"files     {folder}")
 
@@ -146,9 +157,9 @@ def report(
     out: Annotated[Path, typer.Option(help="The HTML file; its JSON and Markdown go beside it.")] = Path("report.html"),
 ) -> None:
     """Make one HTML page of runs: accuracy, robustness, size, the learned strategy, training, checks. Opens offline."""
-    from harp import report as reports
+    from harp.reports.html import build
 
-    for path in reports.build(runs, out):
+    for path in build(runs, out):
         typer.echo(path)
 
 
@@ -158,24 +169,23 @@ submit = typer.Typer(
 )
 
 _Submission = Annotated[Path, typer.Option(help="A new folder for the files.")]
-_Link = Annotated[str, typer.Option(help="Address of the paper.")]
-_PAPER = "https://openreview.net/forum?id=sAJDi9lD06L"
+_Link = Annotated[str | None, typer.Option(help="Address of the paper; default: of the method's.")]
 
 
 @submit.command()
 def apb(
     runs: Annotated[list[Path], typer.Argument(help="Runs of one method: 90 %, 95 % and 99 % of an architecture.")],
     out: _Submission = Path("submission-apb"),
-    key: Annotated[str, typer.Option(help="Name_AuthorYearWord.")] = "HARP_Zhao2023Holistic",
-    paper: _Link = _PAPER,
+    key: Annotated[str | None, typer.Option(help="Name_AuthorYearWord; default: by the method's paper.")] = None,
+    paper: _Link = None,
 ) -> None:
     """The Adversarial Pruning Benchmark: checkpoints, keys, taxonomy, numbers, the text of the issue.
 
     Evaluate the runs first: harp evaluate RUN --attack autoattack --epsilon 0.031 --distances --examples 10000
     """
-    from harp.submit import apb as benchmark
+    from harp.reports.leaderboards.apb import prepare
 
-    _say(benchmark.prepare(runs, out, ap_key=key, paper=paper))
+    _say(prepare(runs, out, ap_key=key, paper=paper))
 
 
 @submit.command()
@@ -183,22 +193,22 @@ def robustbench(
     run: Annotated[Path, typer.Argument(help="A finished run on CIFAR-10 or CIFAR-100.")],
     name: Annotated[str, typer.Option(help="The model's name, like Zhao2023Holistic_R18.")],
     out: _Submission = Path("submission-robustbench"),
-    title: Annotated[str, typer.Option(help="The paper's title.")] = "Holistic Adversarially Robust Pruning",
-    authors: Annotated[str, typer.Option(help="Its authors.")] = "Qi Zhao, Christian Wressnegger",
-    venue: Annotated[str, typer.Option(help="Where it appeared.")] = "ICLR 2023",
-    link: _Link = _PAPER,
+    title: Annotated[str | None, typer.Option(help="The paper's title; default: of the method's paper.")] = None,
+    authors: Annotated[str | None, typer.Option(help="Its authors; the same default.")] = None,
+    venue: Annotated[str | None, typer.Option(help="Where it appeared; the same default.")] = None,
+    link: _Link = None,
 ) -> None:
     """RobustBench: the model's entry, its definition in plain torch, its checkpoint, the text of the issue.
 
     Evaluate the run first: harp evaluate RUN --attack autoattack --epsilon 8/255 --examples 10000
     """
-    from harp.submit import robustbench as benchmark
+    from harp.reports.leaderboards.robustbench import prepare
 
-    _say(benchmark.prepare(run, out, name=name, title=title, authors=authors, venue=venue, link=link))
+    _say(prepare(run, out, name=name, title=title, authors=authors, venue=venue, link=link))
 
 
 def _say(submission: Any) -> None:
-    """What was written and what is missing; exit code 1 if it can't be submitted like this."""
+    """Print the problems and the folder; exit code 1 if the submission is not valid."""
     for problem in submission.problems:
         typer.echo(problem, err=True)
     typer.echo(f"files     {submission.folder}")
@@ -207,8 +217,8 @@ def _say(submission: Any) -> None:
 
 
 def _folder(target: str) -> Path:
-    """Where the numbers of a target go: into the run, or into a folder named after the model."""
-    if (Path(target) / "recipe.yaml").is_file():
+    """The folder for the results: inside the run, or named after the model."""
+    if Path(target).is_dir():
         return Path(target) / "evaluation"
     words = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in target.rpartition("/")[2])
     return Path("evaluations") / words.strip("-.")

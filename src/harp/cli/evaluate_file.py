@@ -1,4 +1,4 @@
-"""`harp evaluate` of a deployed file."""
+"""`harp evaluate` for a deployed file."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from harp.cli.options import BEGAN, SIGNS
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is to be measured."""
+    """The measurements that the user asks for."""
 
     attacks: Sequence[str]
     epsilon: str | None
@@ -25,7 +25,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Setting:
-    """On which images, and how."""
+    """The images and the settings of a measurement."""
 
     examples: int | None
     seed: int
@@ -46,33 +46,36 @@ def evaluate(
     *,
     as_json: bool,
 ) -> None:
-    """Measure the file and its twin, and say both."""
-    from harp import assess, deployed, presets
+    """Measure the file and its twin, and print both."""
     from harp.attacks import Ball
-    from harp.deployed.trial import is_black_box
-    from harp.display import Terminal
-    from harp.keeper import Stop
+    from harp.deploy import exported_eval
+    from harp.deploy.exported_eval.evaluate import is_black_box
+    from harp.experiments import build, presets
+    from harp.system.interrupt import Stop
+    from harp.system.progress import Terminal
 
     display = Terminal()
-    wish = None if wishes.epsilon is None else presets.read_number("epsilon", wishes.epsilon)
-    artefact = deployed.opened(path)
-    origin = deployed.origin_of(artefact)
-    subjects = deployed.prepared(artefact, origin, data_name=data, data_dir=data_dir, twin=twin, weights=weights)
+    wanted_epsilon = None if wishes.epsilon is None else presets.read_number("epsilon", wishes.epsilon)
+    artefact = exported_eval.opened(path)
+    origin = exported_eval.origin_of(artefact)
+    subjects = exported_eval.prepared(artefact, origin, data_name=data, data_dir=data_dir, twin=twin, weights=weights)
     if origin.unlisted:
         display.note(f"the manifest beside {path.name} does not list it: it is taken for another network's")
     if subjects.remark:
         display.note(subjects.remark)
-    ball = Ball(subjects.threat.epsilon if wish is None else wish, wishes.norm or subjects.threat.norm)
-    attacks = [assess.attack_of(name, ball) for name in wishes.attacks]
+    ball = Ball(
+        subjects.threat.epsilon if wanted_epsilon is None else wanted_epsilon, wishes.norm or subjects.threat.norm
+    )
+    attacks = [build.attack_of(name, ball) for name in wishes.attacks]
     if not any(is_black_box(attack) for _, attack in attacks):
-        attacks.append(assess.attack_of("square", ball))
+        attacks.append(build.attack_of("square", ball))
     if subjects.twin is None:
-        left = [name for name, attack in attacks if not is_black_box(attack)]
-        display.note(f"no twin in torch (--twin): only black-box attacks run, not {', '.join(left) or 'others'}")
+        skipped = [name for name, attack in attacks if not is_black_box(attack)]
+        display.note(f"no twin in torch (--twin): only black-box attacks run, not {', '.join(skipped) or 'others'}")
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
     stop = Stop(setting.max_minutes, BEGAN)
     folder = out or path.with_name(f"{path.name}.evaluation")
-    trial = deployed.Trial(
+    trial = exported_eval.Trial(
         subjects,
         folder,
         examples=setting.examples,
@@ -82,42 +85,44 @@ def evaluate(
         display=display,
         stop=stop,
     )
-    more: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     with stop.on_signals():
-        tests = [trial.natural(), *(trial.under(name, made) for name, made in attacks)]
+        tests = [trial.natural(), *(trial.under(name, attack) for name, attack in attacks)]
         if wishes.curve and subjects.twin is not None:
-            more["curve"] = trial.curve(ball)
+            extra["curve"] = trial.curve(ball)
         if wishes.corruptions:
-            more["corruptions"] = trial.direct.corruptions()
+            extra["corruptions"] = trial.direct.corruptions()
         findings = trial.checks(ball, tests) if wishes.checks else []
-        found = trial.summary([*tests, trial.worst(tests)], findings, ball, **more)
+        output = trial.summary([*tests, trial.worst(tests)], findings, ball, **extra)
     for finding in findings:
         if finding.verdict == "bad":
             display.note(f"warning: {finding.check}: {finding.text}")
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(output, indent=2))
         return
-    _show(display, found)
+    _show(display, output)
     typer.echo(f"files     {folder}")
 
 
-def _show(display: Any, found: dict[str, Any]) -> None:
-    artefact = found["artefact"]
+def _show(display: Any, output: dict[str, Any]) -> None:
+    artefact = output["artefact"]
     columns = ("test", "in torch", "as deployed", "95 % interval", "n", "epsilon", "")
-    title = f"{artefact['file']} on {found['data']} ({found['measure']})"
-    display.table(title, columns, [_row(test) for test in found["tests"]])
-    if "curve" in found:
-        shown = ", ".join(f"{p['epsilon']:.4g}: {p['deployed']['value']:.1%}" for p in found["curve"])
+    title = f"{artefact['file']} on {output['data']} ({output['measure']})"
+    display.table(title, columns, [_row(test) for test in output["tests"]])
+    if "curve" in output:
+        shown = ", ".join(f"{p['epsilon']:.4g}: {p['deployed']['value']:.1%}" for p in output["curve"])
         typer.echo(f"curve     {shown}")
-    if "corruptions" in found:
-        typer.echo(f"corrupted {found['corruptions']['mean']:.1%} on average")
-    for each in found["agreement"]:
-        off = f"logits differ by at most {each['difference']:.2g} ({each['relative']:.1g} of the largest)"
-        typer.echo(f"agreement {each['agree']:,} of {each['n']:,} predictions with {each['with']}, {off}")
+    if "corruptions" in output:
+        typer.echo(f"corrupted {output['corruptions']['mean']:.1%} on average")
+    for agreement in output["agreement"]:
+        error = f"logits differ by at most {agreement['difference']:.2g} ({agreement['relative']:.1g} of the largest)"
+        typer.echo(
+            f"agreement {agreement['agree']:,} of {agreement['n']:,} predictions with {agreement['with']}, {error}"
+        )
     runtime = ", ".join(f"{key} {value}" for key, value in artefact["runtime"].items())
     typer.echo(f"sha256    {artefact['sha256']} ({artefact['bytes']:,} bytes; {runtime})")
-    if found["checks"]:
-        marked = [[f"{SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in found["checks"]]
+    if output["checks"]:
+        marked = [[f"{SIGNS[f['verdict']]} {f['check']}", f["text"]] for f in output["checks"]]
         display.table("\nis it what it seems?", ("check", ""), marked)
 
 
@@ -130,8 +135,16 @@ _HOW = {
 
 
 def _row(test: dict[str, Any]) -> list[str]:
-    from harp import summary
+    from harp.reports import tables
 
-    inside, outside = test["torch"], test["deployed"]
-    name, _, value, interval, n, epsilon = summary.result_rows([], [outside])[0]
-    return [name, "–" if inside is None else f"{inside['value']:.1%}", value, interval, n, epsilon, _HOW[test["how"]]]
+    in_torch, deployed = test["torch"], test["deployed"]
+    name, _, value, interval, n, epsilon = tables.result_rows([], [deployed])[0]
+    return [
+        name,
+        "–" if in_torch is None else f"{in_torch['value']:.1%}",
+        value,
+        interval,
+        n,
+        epsilon,
+        _HOW[test["how"]],
+    ]

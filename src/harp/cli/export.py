@@ -1,4 +1,4 @@
-"""The command that takes a network elsewhere: export."""
+"""The command `harp export`."""
 
 import json
 from pathlib import Path
@@ -39,15 +39,14 @@ def export(
 
     Example: harp export runs/mine-0123456789ab --to sparse --to onnx --check --examples 1000
     """
-    from harp.display import Terminal
-    from harp.export import formats, making
-    from harp.export import subject as subjects
+    from harp.deploy.export import formats, source, write
+    from harp.system.progress import Terminal
 
     display = Terminal()
     formats.check(to)
-    subject = subjects.of(target, data, data_dir, weights, display, needs_data=check)
+    subject = source.of(target, data, data_dir, weights, display, needs_data=check)
     folder = output or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
-    manifest = making.export(
+    manifest = write.export(
         subject, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
     )
     if as_json:
@@ -57,25 +56,27 @@ def export(
     columns = ("file", "bytes", "of dense", "error", "deviation", "")
     display.table(f"{subject.name}: {subject.dense_bytes:,} bytes dense", columns, rows)
     if "codings" in manifest:
-        found = [
+        accuracies = [
             [
-                each["values"],
-                each["name"],
-                f"{each['value']:.2%}",
-                f"{each['low']:.2%} – {each['high']:.2%}",
-                f"{each['n']:,}",
+                result["values"],
+                result["name"],
+                f"{result['value']:.2%}",
+                f"{result['low']:.2%} – {result['high']:.2%}",
+                f"{result['n']:,}",
             ]
-            for each in manifest["codings"]
+            for result in manifest["codings"]
         ]
         display.table(
-            "\naccuracy with the values of each coding", ("values", "test", "accuracy", "95 % interval", "n"), found
+            "\naccuracy with the values of each coding",
+            ("values", "test", "accuracy", "95 % interval", "n"),
+            accuracies,
         )
     typer.echo(f"written   {folder} (manifest.json says what is there)")
 
 
 def _row(name: str, entry: dict[str, Any]) -> list[str]:
-    told = [f"{key} {entry[key]}" for key in ("values", "opset") if key in entry]
-    told += [f"without {entry['removed']}"] if "removed" in entry else []
+    remarks = [f"{key} {entry[key]}" for key in ("values", "opset") if key in entry]
+    remarks += [f"without {entry['removed']}"] if "removed" in entry else []
     ratio = f"1/{entry['ratio']:,.1f}" if entry["ratio"] >= 1 else f"{1 / max(entry['ratio'], 0.01):,.1f}"
     deviation = f"{entry['deviation']:.1e}" if "deviation" in entry else "–"
-    return [name, f"{entry['bytes']:,}", ratio, f"{entry['check']['error']:.1e}", deviation, "; ".join(told)]
+    return [name, f"{entry['bytes']:,}", ratio, f"{entry['check']['error']:.1e}", deviation, "; ".join(remarks)]

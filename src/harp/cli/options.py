@@ -1,4 +1,4 @@
-"""Options that several commands take, and their words."""
+"""Options that several commands share, and their help texts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +8,10 @@ import typer
 from harp.cli.clock import began
 
 BEGAN = began()
-"""When the command began: the time limit of `--max-minutes` counts from here."""
+"""The start time of the command, from which `--max-minutes` counts."""
 
 SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
-"""How verdicts are marked in tables."""
+"""The marks of verdicts in tables."""
 
 DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder that holds the data set's published files.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for runs; finished stages in it are reused.")]
@@ -53,6 +53,19 @@ Budget = Annotated[
     str | None,
     typer.Option(help="What --keep counts: weights or macs; flops, macs, parameters or memory of channels."),
 ]
+KEEP = typer.Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
+Keep = Annotated[str | None, KEEP]
+Method = Annotated[
+    str | None, typer.Option(help="Pruning method (`harp list methods`), like hydra, hydra+lamp or harp:reach=0.")
+]
+Strategy = Annotated[
+    str | None, typer.Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, blend or global.")
+]
+OBJECTIVE = typer.Option(help="Training objective: pgd, trades, mart, fast, free or natural.")
+Objective = Annotated[str | None, OBJECTIVE]
+RECIPE = typer.Argument(
+    help="A base (`harp list recipes`), a short name like fashion/hydra-lamp-99, or a YAML file of your own."
+)
 Multiple = Annotated[int, typer.Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
 Model = Annotated[
     str, typer.Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or path/to/file.py:function.")

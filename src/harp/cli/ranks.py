@@ -1,4 +1,4 @@
-"""Who speaks when several processes come to the same end: the first of them, or whoever knows something else."""
+"""Messages of several processes of one run: what they have in common is printed once."""
 
 import logging
 import shlex
@@ -9,55 +9,55 @@ from typing import TYPE_CHECKING
 import typer
 
 from harp.errors import AT_CHANCE, UNFINISHED, Lost
-from harp.processes import placement
+from harp.system.distributed import environment
 
 if TYPE_CHECKING:
-    from harp.display import Quiet
+    from harp.system.progress import Quiet
 
 
 def display(first: bool) -> "Quiet":
-    """The display of one of several processes: all but the first show nothing and warn of nothing."""
-    from harp.display import Quiet, Terminal  # not before a command shows something
+    """The display of one of several processes; all but the first show nothing and log nothing."""
+    from harp.system.progress import Quiet, Terminal  # rich is slow to import
 
     logging.getLogger("harp").disabled = not first
     return Terminal() if first else Quiet()
 
 
 def say(text: str) -> None:
-    """Print an error once, whichever processes meet it."""
-    place = placement.here()
-    if place is None or _speaks(text, place.rank):
+    """Print an error once, even if several processes raise it."""
+    place = environment.here()
+    if place is None or _prints(text, place.rank):
         typer.echo(f"{'' if place is None or place.rank == 0 else f'process {place.rank}: '}{text}", err=True)
 
 
 def say_first(text: str) -> None:
-    """Print what all processes know, once."""
-    place = placement.here()
+    """Print a message of all processes once, by rank 0."""
+    place = environment.here()
     if place is None or place.rank == 0:
         typer.echo(text, err=True)
 
 
 def say_lost(lost: Lost) -> None:
-    """Print that another process is gone, unless the one who started this one is there to tell it."""
-    from harp.processes import peers
+    """Print that another process was lost, unless a supervisor reports it."""
+    from harp.system.distributed import peers
 
-    place = placement.here()
-    if place is None or (not peers.is_supervised() and _speaks("", place.rank)):
+    place = environment.here()
+    if place is None or (not peers.is_supervised() and _prints("", place.rank)):
         typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command()}", err=True)
 
 
 def leave(code: object) -> None:
-    """Let the other processes know by which exit code this one ends: they have to end too, unless it is in order."""
+    """Tell the other processes about this exit: they have to end too, unless the code is a regular one."""
     if "torch" in sys.modules:
-        from harp.processes import peers
+        from harp.system.distributed import peers
 
         if peers.several():
             peers.of_this_run().leave(in_order=code in (None, 0, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
 
 
 def loss(error: RuntimeError) -> Lost | None:
-    """What an exchange with a process that is gone ended with, in one line; None if the error is another one."""
-    from harp.processes import peers
+    """The error as `Lost`, if it comes from an exchange with a process that is gone; else None."""
+    from harp.system.distributed import peers
 
     if "torch" not in sys.modules or not peers.was_lost(error):
         return None
@@ -65,14 +65,14 @@ def loss(error: RuntimeError) -> Lost | None:
 
 
 def command() -> str:
-    """The command that was given."""
+    """The command line of this process."""
     return shlex.join(["harp", *sys.argv[1:]])
 
 
-def _speaks(text: str, rank: int) -> bool:
-    """Whether this process is the one to say something; an empty text is one that anything else stands for."""
+def _prints(text: str, rank: int) -> bool:
+    """Whether this process prints the text. Any other message makes an empty text superfluous."""
     if "torch" not in sys.modules:
         return rank == 0
-    from harp.processes import peers
+    from harp.system.distributed import peers
 
     return peers.of_this_run().speaks(text) if peers.several() else rank == 0

@@ -1,4 +1,4 @@
-"""The command that packs images into shards."""
+"""The command `harp shard`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +20,8 @@ def shard(
 
     Interrupted? The same command goes on with the first shard that is missing.
     """
-    from harp.display import Terminal
-    from harp.sharding import write_shards
+    from harp.data.webdataset import write_shards
+    from harp.system.progress import Terminal
 
     written = write_shards(folder, out, count=count, size=size, display=Terminal())
     typer.echo(f"{written.images:,} images in {written.shards:,} shards: {out}")

@@ -1,4 +1,4 @@
-"""The command that makes tensors smaller: slim."""
+"""The command `harp slim`."""
 
 import json
 from pathlib import Path
@@ -33,24 +33,25 @@ def slim(
     The folder holds model.safetensors, slim.json and rebuild.py, which loads them into the architecture and needs
     torch and safetensors only.
     """
-    from harp import presets, shrink, survey
-    from harp.display import Terminal
+    from harp.deploy.slim import by_magnitude, check_free, of_dead, of_run
     from harp.errors import RecipeError
+    from harp.experiments import plan, presets
+    from harp.system.progress import Terminal
 
-    shrink.check_free(out)
+    check_free(out)
     if Path(target).is_dir():
         if keep is not None:
             raise RecipeError(f"--keep {keep}: a run has its budget in its recipe; --keep is for models")
-        shrunk = shrink.of_run(Path(target), shape)
+        shrunk = of_run(Path(target), shape)
     else:
-        subject = survey.Subject(target, data, data_dir, weights, classes, shape)
+        subject = plan.Subject(target, data, data_dir, weights, classes, shape)
         source = subject.source()
         model, (images, _) = subject.model(source), subject.images(source)
         if keep is None:
-            shrunk = shrink.of_dead(model, images[:2])
+            shrunk = of_dead(model, images[:2])
         else:
             share = presets.read_number("keep", keep)
-            shrunk = shrink.by_magnitude(model, images[:2], share, budget=budget, multiple=multiple)
+            shrunk = by_magnitude(model, images[:2], share, budget=budget, multiple=multiple)
     shrunk.save(out)
     facts = {**shrunk.facts(), "folder": str(out)}
     if as_json:

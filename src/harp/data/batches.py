@@ -3,7 +3,7 @@
     batches = Batches(data.train, 128, seed=0, augment=Augment(flip=data.flip))
     for x, y in batches(epoch=0): ...             # float32 in [0, 1], int64
 
-Every random choice is a pure function of a seed, the epoch, the index of the batch and the position in it: a run that
+Every random choice depends only on the seed, the epoch, the index of the batch and the position in it. So a run that
 was stopped in the middle of an epoch continues with the same images, with any number of processes and workers.
 """
 
@@ -16,32 +16,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harp.data import Split
+from harp.data.registry import Split
+from harp.data.streaming.augment import Augment, ResizedCrop
+from harp.data.streaming.images import Streamed
+from harp.data.streaming.unreadable import Corrupt
+from harp.data.streaming.workers import Decoding, Job, Loading, check_workers
 from harp.errors import DataError, RecipeError
-from harp.seeds import derive
-from harp.streaming.augment import Augment, ResizedCrop
-from harp.streaming.corrupt import Corrupt
-from harp.streaming.loading import Decoding, Job, Loading, check_workers
-from harp.streaming.streamed import Streamed
+from harp.system.seeds import derive
 
 __all__ = ["Augment", "Batches", "ResizedCrop"]
 
 
 class _Plan(NamedTuple):
-    """One process's part of a global batch: which images, and what was drawn for each."""
+    """The part of a global batch that this process has: indices of images, and random numbers to augment each."""
 
-    images: Tensor
+    indices: Tensor
     draws: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The batches of an epoch, a pure function of (seed, epoch, index): skipping the first k costs nothing.
+    """The batches of an epoch. Each depends only on (seed, epoch, index), so the first k can be skipped at no cost.
 
-    `batch` is the global batch. With `world` processes each gets an interleaved part of every global batch,
-    whose order and augmentation don't depend on `world`; a last batch that doesn't divide is trimmed to equal
-    parts. Streamed images are decoded ahead by `workers` processes, which changes nothing but the speed; in the place
-    of one that can't be decoded comes the next of the split that can, and `corrupt` is told of it.
+    `batch` is the size of the global batch. With `world` processes each gets an interleaved part of every global batch;
+    the order and the augmentation don't depend on `world`. A last batch that can't be divided evenly is trimmed.
+    Streamed images are decoded ahead by `workers` processes, which affects only the speed. An image that can't be
+    decoded is replaced by the next readable one of the split, and reported to `corrupt`.
+
+    Arguments:
+        split: images and labels.
+        batch: the number of images of all processes together.
+        seed: the seed of the order and of the augmentation.
+        augment: the augmentation of each image, such as `harp.Augment()`.
+        shuffle: use a different order in each epoch.
+        rank, world: the rank of this process, and the number of processes.
+        workers: the number of processes that decode streamed images; 0: decode in this process.
+        corrupt: counts the images that can't be decoded.
+
+    Example:
+        batches = harp.Batches(split, 64, seed=0, augment=harp.Augment())
+        for x, y in batches(0):
+            print(x.shape, y.shape)
     """
 
     split: Split
@@ -74,57 +89,53 @@ class Batches:
     def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches from `start` on: x float32 in [0, 1] and y int64."""
         plans = self._plans(epoch, start)
-        found = self._streamed(plans) if isinstance(self.split.images, Streamed) else map(self._in_memory, plans)
-        for images, labels in found:
+        stored = self.split.images
+        batches = self._streamed(stored, plans) if isinstance(stored, Streamed) else map(self._in_memory, plans)
+        for images, labels in batches:
             yield (images.float().div_(255) if images.dtype == torch.uint8 else images), labels
 
     def _plans(self, epoch: int, start: int) -> Iterator[_Plan]:
         order = self._order(epoch)
         for index in range(start, len(self)):
             chosen = order[index * self.batch : (index + 1) * self.batch]
-            mine = slice(self.rank, len(chosen) - len(chosen) % self.world, self.world)
+            own = slice(self.rank, len(chosen) - len(chosen) % self.world, self.world)
             draws = None
             if self.augment is not None:
                 generator = torch.Generator().manual_seed(derive(self.seed, "augment", epoch, index))
-                # Draws for the whole global batch, of which ours are a part.
-                draws = self.augment.draw(len(chosen), generator)[mine]
-            yield _Plan(chosen[mine], draws)
+                # Drawn for the global batch, so that the numbers don't depend on `world`.
+                draws = self.augment.draw(len(chosen), generator)[own]
+            yield _Plan(chosen[own], draws)
 
     def _in_memory(self, plan: _Plan) -> tuple[Tensor, Tensor]:
-        part = self.split.select(plan.images)
+        part = self.split.select(plan.indices)
         if isinstance(self.augment, Augment) and plan.draws is not None:
             return self.augment.apply(part.images, plan.draws), part.labels
         return part.images, part.labels
 
-    def _streamed(self, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, Tensor]]:
-        sent = deque[_Plan]()
+    def _streamed(self, images: Streamed, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, Tensor]]:
+        pending = deque[_Plan]()
 
         def jobs() -> Iterator[Job]:
             for plan in plans:
-                sent.append(plan)
-                yield self._job(plan.images, plan.draws)
+                pending.append(plan)
+                yield _job(images, plan.indices, plan.draws)
 
-        for images, failures in self._loading(jobs()):
-            plan = sent.popleft()
-            chosen = plan.images.clone()
+        for decoded, failures in self._loading(jobs()):
+            plan = pending.popleft()
+            indices = plan.indices.clone()
             for row, reason in failures.items():
                 self._undecodable.tell(reason)
                 draws = None if plan.draws is None else plan.draws[row : row + 1]
-                images[row], chosen[row] = self._next_readable(int(chosen[row]), draws)
-            yield images, self.split.labels[chosen]
+                decoded[row], indices[row] = self._next_readable(images, int(indices[row]), draws)
+            yield decoded, self.split.labels[indices]
 
-    def _job(self, chosen: Tensor, draws: Tensor | None) -> Job:
-        images = self.split.images
-        assert isinstance(images, Streamed)
-        return Job(images.places(chosen), None if draws is None else draws.numpy())
-
-    def _next_readable(self, index: int, draws: Tensor | None) -> tuple[Tensor, int]:
-        """The first image after `index` that can be decoded, and where it is in the split."""
+    def _next_readable(self, images: Streamed, index: int, draws: Tensor | None) -> tuple[Tensor, int]:
+        """The first image after `index` that can be decoded, and its index in the split."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            images, failures = self._loading.task[self._job(torch.tensor([other]), draws)]
+            decoded, failures = self._loading.task[_job(images, torch.tensor([other]), draws)]
             if not failures:
-                return images[0], other
+                return decoded[0], other
             self._undecodable.tell(failures[0])
         raise DataError(f"none of {len(self.split):,} images can be decoded, expected images")
 
@@ -135,7 +146,8 @@ class Batches:
     @cached_property
     def _loading(self) -> Loading:
         images = self.split.images
-        assert isinstance(images, Streamed)
+        if not isinstance(images, Streamed):
+            raise DataError("images in memory need no decoding, expected streamed ones")
         return Loading(Decoding(images.look, self.augment), self.workers)
 
     def _order(self, epoch: int) -> Tensor:
@@ -145,5 +157,9 @@ class Batches:
         return torch.randperm(len(self.split), generator=generator)
 
     def shard(self, rank: int, world: int) -> "Batches":
-        """The part of process `rank` of `world`, of the whole batch whichever part this is."""
+        """The part of process `rank` of `world` of the global batches."""
         return replace(self, rank=rank, world=world)
+
+
+def _job(images: Streamed, indices: Tensor, draws: Tensor | None) -> Job:
+    return Job(images.places(indices), None if draws is None else draws.numpy())

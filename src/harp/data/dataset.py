@@ -1,7 +1,7 @@
-"""Images and labels, what is checked of them, and the images set aside.
+"""Data sets of images and labels, their validation, and hold-out splits.
 
-A data set is two tensors a split: images as uint8 or float32 in [0, 1], and labels. Images that are too many for the
-memory are a `harp.streaming.streamed.Streamed`, which stands for a tensor of uint8 and stays in its files.
+Each split has two tensors: images as uint8 or float32 in [0, 1], and labels. Images that don't fit into memory are a
+`harp.data.streaming.images.Streamed`, which acts as a tensor of uint8 and leaves the images in their files.
 """
 
 import hashlib
@@ -12,12 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from harp.data.streaming.images import Streamed
 from harp.errors import DataError
-from harp.seeds import derive
-from harp.streaming.streamed import Streamed
+from harp.system.seeds import derive
 
 TOLERANCE = 1e-6
-"""How far a pixel may leave [0, 1] by rounding."""
+"""How far a pixel may be outside of [0, 1] because of rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,17 +29,17 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.images.ndim != 4 or self.images.dtype not in (torch.uint8, torch.float32):
-            found = f"{self.images.dtype} {tuple(self.images.shape)}"
-            raise DataError(f"images are {found}, expected uint8 or float32 of shape (N, C, H, W)")
+            actual = f"{self.images.dtype} {tuple(self.images.shape)}"
+            raise DataError(f"images are {actual}, expected uint8 or float32 of shape (N, C, H, W)")
         if self.labels.dtype != torch.int64 or self.labels.shape != self.images.shape[:1]:
-            found = f"{self.labels.dtype} {tuple(self.labels.shape)}"
-            raise DataError(f"labels are {found}, expected int64 of shape ({len(self.images)},)")
+            actual = f"{self.labels.dtype} {tuple(self.labels.shape)}"
+            raise DataError(f"labels are {actual}, expected int64 of shape ({len(self.images)},)")
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def select(self, indices: Tensor | Sequence[int]) -> "Split":
-        """The images at `indices`, in that order; streamed ones stay in their files."""
+        """The images at `indices`, in that order; streamed images stay in their files."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.labels.device)
         images = self.images
         return Split(images.subset(chosen) if isinstance(images, Streamed) else images[chosen], self.labels[chosen])
@@ -49,8 +49,8 @@ class Split:
 class DataSet:
     """A training and a test split with the same classes.
 
-    `balanced`: report the mean of the accuracies of the classes. `flip`: mirroring is part of the usual
-    augmentation. `source`: one line on where the data came from; `verified`: it is what was published.
+    `balanced`: report the mean of the per-class accuracies. `flip`: the usual augmentation mirrors images. `source`:
+    one line about the origin of the data. `verified`: the files match the published checksums.
     """
 
     name: str
@@ -79,13 +79,13 @@ class DataSet:
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return len(self.classes)
 
     def fingerprint(self) -> str:
-        """A digest of all images and labels: equal for equal data, whatever files it came from.
+        """A digest of all images and labels: equal for equal data, independent of the file format.
 
-        Of streamed images it is a digest of their files' names and sizes: reading them all would take hours.
+        For streamed images it is a digest of the names and sizes of their files, because reading them takes hours.
         """
         return self._fingerprint
 
@@ -102,13 +102,22 @@ class DataSet:
 
 
 def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
-    """Set `size` images aside: (the rest, those held out), both in the old order with the old class mix."""
+    """Split off `size` images: (the rest, those held out), both in the original order with the same class proportions.
+
+    Arguments:
+        split: the split to divide.
+        size: the number of images to hold out.
+        seed: the seed of the random choice.
+
+    Example:
+        train, held = harp.holdout(split, 8, seed=0)
+    """
     count = len(split)
     if not 1 <= size < count:
         raise DataError(f"hold-out of {size} from {count} images, expected 1 to {count - 1}")
     labels = split.labels.cpu()
     classes, counts = torch.unique(labels, return_counts=True)
-    # Largest remainders, in integers: the sizes add up exactly and are the same everywhere.
+    # The largest remainder method in integers: the sizes add up exactly and are the same on every machine.
     sizes, remainders = counts * size // count, counts * size % count
     extra = torch.sort(remainders, descending=True, stable=True).indices[: size - int(sizes.sum())]
     sizes[extra] += 1
@@ -121,14 +130,14 @@ def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
 
 
 def draw(split: Split, size: int, seed: int) -> Split:
-    """So many of the images, in the old order with the old class mix."""
+    """A random choice of `size` images, in the original order with the same class proportions."""
     if size > len(split):
         raise DataError(f"{size} images to train on, but {len(split)} are left after the hold-out")
     return split if size == len(split) else holdout(split, size, seed)[1]
 
 
 def check_batch(x: Tensor, y: Tensor, num_classes: int) -> None:
-    """Raise `DataError` unless x is float in [0, 1] and y holds a class for each image."""
+    """Raise `DataError` unless x is float in [0, 1] and y has a class for each image."""
     if not x.is_floating_point():
         raise DataError(f"images are {x.dtype}, expected float in [0, 1] (divide uint8 by 255)")
     if y.ndim != 1 or len(y) != len(x) or not x.numel():
@@ -140,9 +149,9 @@ def check_batch(x: Tensor, y: Tensor, num_classes: int) -> None:
 
 
 def check_range(low: float, high: float, where: str) -> None:
-    """Raise `DataError` unless all is in [0, 1].
+    """Raise `DataError` unless the lowest and the highest pixel are in [0, 1].
 
-    Not-a-number spreads to the minimum and the maximum, and fails the comparison as well.
+    A NaN among the pixels makes both NaN, and then the comparison fails too.
     """
     if not (low >= -TOLERANCE and high <= 1 + TOLERANCE):
         raise DataError(f"{where}images range from {low:g} to {high:g}, expected all of them in [0, 1]")

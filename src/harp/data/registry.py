@@ -3,30 +3,30 @@
     data = load("fashion")                        # or "cifar10", "svhn", ..., or "mine.npz"
     rest, held = holdout(data.train, 1000, seed=0)
 
-`harp.batches` makes the batches of an epoch of them.
+`harp.data.batches` makes the batches of an epoch.
 """
 
 import difflib
 from pathlib import Path
 
-from harp.display import Quiet
+from harp.data.dataset import DataSet, Split, check_batch, draw, holdout
+from harp.data.datasets.base import Encoded, Facts, Preset, Source
+from harp.data.datasets.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
+from harp.data.datasets.embedded import Embedded
+from harp.data.datasets.folder import Folder
+from harp.data.datasets.imagenet import ImageNet
+from harp.data.datasets.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
+from harp.data.datasets.npz import Npz
+from harp.data.datasets.shards import Shards
+from harp.data.datasets.svhn import Svhn
+from harp.data.datasets.tiny_imagenet import TinyImageNet
 from harp.errors import DataError
-from harp.sources.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
-from harp.sources.embedded import Embedded
-from harp.sources.folder import Folder
-from harp.sources.imagenet import ImageNet
-from harp.sources.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
-from harp.sources.npz import Npz
-from harp.sources.shards import Shards
-from harp.sources.source import Encoded, Source
-from harp.sources.svhn import Svhn
-from harp.sources.tiny_imagenet import TinyImageNet
-from harp.split import DataSet, Split, check_batch, draw, holdout
+from harp.system.progress import Quiet
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Source", "Split", "check_batch", "draw", "holdout", "load"]
+__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Split", "check_batch", "draw", "facts", "holdout", "load"]
 
 DEFAULT_FOLDER = Path("data")
-"""Where the files of a data set are looked for when no folder is given."""
+"""The default folder for the files of data sets."""
 
 _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
 _SOURCES: tuple[Source, ...] = (
@@ -38,6 +38,8 @@ _SOURCES: tuple[Source, ...] = (
         flip=True,
         origin="embedded part of Fashion-MNIST (Zalando, MIT)",
         sha256="d04b305c5bc1b63d1dc5b4098e79bb7b98d02f3469f51a1721f3d2b3621fafda",
+        facts=Facts(5_000, 1_000, (1, 28, 28), 10, "fashion_mnist"),
+        preset=Preset("0.1", "0.025", (20, 10, 20), pad=2),
     ),
     Embedded(
         "digits",
@@ -47,6 +49,8 @@ _SOURCES: tuple[Source, ...] = (
         flip=False,
         origin="embedded handwritten digits (UCI, CC BY 4.0)",
         sha256="a08c87a61a6f8b164e14562e54bd845ff84a0d2301b4d6f38f57c7b61265689b",
+        facts=Facts(1_297, 500, (1, 8, 8), 10),
+        preset=Preset("0.15", "0.0375", (20, 20, 20), pad=1),
     ),
     Cifar(
         "cifar10",
@@ -54,6 +58,7 @@ _SOURCES: tuple[Source, ...] = (
         f"cifar-10-python.tar.gz or its folder, from {_CIFAR_HOME}",
         classes=CIFAR10_CLASSES,
         versions=CIFAR10,
+        facts=Facts(50_000, 10_000, (3, 32, 32), 10, "cifar10"),
     ),
     Cifar(
         "cifar100",
@@ -61,6 +66,7 @@ _SOURCES: tuple[Source, ...] = (
         f"cifar-100-python.tar.gz or its folder, from {_CIFAR_HOME}",
         classes=CIFAR100_CLASSES,
         versions=CIFAR100,
+        facts=Facts(50_000, 10_000, (3, 32, 32), 100, "cifar100"),
     ),
     Svhn(
         "svhn",
@@ -68,6 +74,7 @@ _SOURCES: tuple[Source, ...] = (
         "train_32x32.mat and test_32x32.mat, from http://ufldl.stanford.edu/housenumbers",
         classes=DIGITS,
         balanced=True,
+        facts=Facts(73_257, 26_032, (3, 32, 32), 10, "svhn"),
     ),
     Mnist(
         "fashion-mnist",
@@ -75,6 +82,8 @@ _SOURCES: tuple[Source, ...] = (
         "the four idx .gz files, from https://github.com/zalandoresearch/fashion-mnist",
         classes=GARMENTS,
         digests=FASHION_MD5,
+        facts=Facts(60_000, 10_000, (1, 28, 28), 10, "fashion_mnist"),
+        preset=Preset("0.1", "0.025", (20, 10, 20), pad=2),
     ),
     Mnist(
         "mnist",
@@ -83,19 +92,21 @@ _SOURCES: tuple[Source, ...] = (
         classes=DIGITS,
         flip=False,
         digests=MNIST_MD5,
+        facts=Facts(60_000, 10_000, (1, 28, 28), 10, "mnist"),
+        preset=Preset("0.3", "0.075", (20, 10, 20), pad=2),
     ),
     ImageNet(
         "imagenet",
         "ImageNet (ILSVRC 2012): 1,281,167 + 50,000 photographs of 1,000 classes, streamed at 224x224x3",
         "train/<synset>/ and val/<synset>/, or ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
         "ILSVRC2012_devkit_t12.tar.gz, from https://image-net.org",
-        usual_size=224,
+        facts=Facts(1_281_167, 50_000, (3, 224, 224), 1_000),
     ),
     TinyImageNet(
         "tiny-imagenet",
         "Tiny-ImageNet: 100,000 + 10,000 photographs of 200 classes, 64x64x3",
         "tiny-imagenet-200.zip, unpacked, from http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-        usual_size=64,
+        facts=Facts(100_000, 10_000, (3, 64, 64), 200),
     ),
     Folder(
         "folder",
@@ -114,7 +125,13 @@ _SOURCES: tuple[Source, ...] = (
     ),
 )
 DATASETS = {source.name: source for source in _SOURCES}
-"""Every data set by name: the table is the documentation of what `load` takes."""
+"""All data sets by name."""
+
+
+def facts(name: str) -> Facts | None:
+    """A data set as it was published; None if it is only known from its files."""
+    source = DATASETS.get(name)
+    return None if source is None else source.facts
 
 
 def load(
@@ -126,14 +143,26 @@ def load(
     margin: float | None = None,
     display: Quiet | None = None,
 ) -> DataSet:
-    """Load a data set of `DATASETS`, or the .npz file whose path is given as `name`.
+    """Load a data set of `DATASETS`, or an .npz file by its path.
 
-    `data_dir` (default: data) has the files, directly or in a folder of the data set's name; for "npz" it may
-    be the file itself. `size` is the side of the images of sources that resize; the others come as they were published.
+    The files are in `data_dir` (default: data), or in a folder there with the name of the data set; for "npz" it may be
+    the file itself. `size` is the side length of images, for data sets that resize; the others have a fixed size.
 
-    Image files can be streamed: they stay where they are and are decoded when they are needed. `stream` says whether;
-    by default they are if they would take more than a quarter of the memory. With a `margin` they always are, and what
-    is tested on is the centre of images resized to `margin` times the size.
+    Image files can be streamed: they stay on disk and are decoded when they are needed. By default they are streamed if
+    they would take more than a quarter of the memory; `stream` overrides this. With a `margin` they are always
+    streamed, and test images are the centre of the stored images resized to `margin` times the size.
+
+    Arguments:
+        name: the name of the data set, or the path of an .npz file.
+        data_dir: the folder with the files.
+        size: the side length of an image in pixels.
+        stream: decode images when they are needed.
+        margin: the size of an image, relative to `size`, before its centre is cut out.
+        display: shows progress.
+
+    Example:
+        data = harp.load_data("digits")
+        print(len(data.train), data.shape, data.num_classes)
     """
     folder = DEFAULT_FOLDER if data_dir is None else Path(data_dir)
     if name.endswith(".npz"):
@@ -147,8 +176,8 @@ def load(
     if isinstance(source, Encoded):
         return source.open(folder, size, stream=stream, margin=margin, display=display)
     if stream or margin is not None:
-        able = ", ".join(each.name for each in _SOURCES if isinstance(each, Encoded))
-        raise DataError(f"{name}: its images are not files, expected {able} to stream or to crop stored pictures")
+        encoded = ", ".join(other.name for other in _SOURCES if isinstance(other, Encoded))
+        raise DataError(f"{name}: its images are not files, expected {encoded} to stream or to crop stored pictures")
     data = source.read(folder, size)
     if size is not None and data.shape[1:] != (size, size):
         side = f"{data.shape[1]}x{data.shape[2]}"

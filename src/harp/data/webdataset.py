@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from harp import files
-from harp.display import Quiet
+from harp.data.formats import Extents, Integers, Place, careful, list_image_folder, pillow, read_place, upright
 from harp.errors import DataError, RecipeError
-from harp.readers import Extents, Integers, Place, careful, list_image_folder, pillow, read_place, upright
-from harp.seeds import derive
+from harp.system import files
+from harp.system.progress import Quiet
+from harp.system.seeds import derive
 
 logger = logging.getLogger("harp")
 

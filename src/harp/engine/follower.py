@@ -1,7 +1,7 @@
-"""The engine beside a model of torch whose weights go on changing: for attacks on it while it stands still.
+"""The sparse engine for a torch model in training: it attacks the model between two weight updates.
 
-What the model computes is found out once. Then, each time it is asked for, the weights that are not zero are read
-anew; when other weights are zero than before, the programs are made anew too.
+The model's graph is captured once. `follow` then copies the current nonzero weights into the engine. If other weights
+are zero than before, it also builds the programs again.
 """
 
 import os
@@ -12,38 +12,38 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from harp.engine.capture.capture import Captured, capture
+from harp.engine.graph.folds import bias_name, normed
+from harp.engine.lowering.taps import Weight
+from harp.engine.native import bindings
+from harp.engine.network import Network
 from harp.errors import ModelError, RecipeError
-from harp.sparse import native
-from harp.sparse.capture import Captured, capture
-from harp.sparse.folds import bias_name, normed
-from harp.sparse.network import Network
-from harp.sparse.taps import Weight
 
-_SWITCH = "HARP_ENGINE"  # off: never; always: whenever it is possible; else where it is faster
+_SWITCH = "HARP_ENGINE"  # off: never; always: whenever possible; auto: if it is faster
 
 
 def wanted() -> str:
-    """What the user says of the engine: "off", "always", or "auto"."""
-    said = os.environ.get(_SWITCH) or "auto"
-    if said not in ("off", "always", "auto"):
-        raise RecipeError(f"{_SWITCH}={said}: choose from off, always, auto")
-    return "off" if native.kernels() is None else said
+    """Whether the user wants the engine: "off", "always" or "auto"; "off" without native code."""
+    choice = os.environ.get(_SWITCH) or "auto"
+    if choice not in ("off", "always", "auto"):
+        raise RecipeError(f"{_SWITCH}={choice}: choose from off, always, auto")
+    return "off" if bindings.kernels() is None else choice
 
 
 class Follower:
-    """A function from images to logits with the weights that a model had when it was last followed."""
+    """A function from images to logits with the weights that a model had at the last call of `follow`."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.captured: Captured = capture(model, example)
         if self.captured.detached:
-            raise ModelError("the model detaches results from the gradient, which a graph can't say")
+            raise ModelError("the model detaches results from the gradient, which a graph can't represent")
         self.network: Network | None = None
         self._layers = {node.tensors["weight"] for node in self.captured.graph.nodes if node.op in ("conv", "linear")}
         self._places: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
-        """Take the present weights of the model."""
+        """Copy the current weights of the model."""
         get = self.captured.source(model)
         weights = {name: get(name).reshape(-1).float() for name in self._layers}
         if self.network is None or not all(self._same(name, weight) for name, weight in weights.items()):
@@ -61,17 +61,18 @@ class Follower:
             if product.weight is None:
                 continue
             bias = product.bias_name
-            found = None if bias is None else biases[bias] if bias in biases else get(bias).numpy()
-            if product.weight in values:  # a layer's, else a scale's
-                where = np.searchsorted(self._places[product.weight].numpy(), product.taps.index)
-                changed[product] = values[product.weight][where], found
+            bias_values = None if bias is None else biases[bias] if bias in biases else get(bias).numpy()
+            if product.weight in values:  # a layer; otherwise an affine map
+                positions = np.searchsorted(self._places[product.weight].numpy(), product.taps.index)
+                changed[product] = values[product.weight][positions], bias_values
             else:
-                changed[product] = get(product.weight).reshape(-1).numpy()[product.taps.index], found
+                changed[product] = get(product.weight).reshape(-1).numpy()[product.taps.index], bias_values
         self.network.refill(changed, {name: get(name) for name in self.network.borrowed()})
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The logits, with a gradient for the images where one is asked for."""
-        assert self.network is not None
+        """The logits of images, differentiable with respect to the images."""
+        if self.network is None:
+            raise ModelError("the engine has no weights yet: call follow(model) first")
         if x.requires_grad and torch.is_grad_enabled():
             return _Pass.apply(x, self.network)  # type: ignore[no-any-return, no-untyped-call]
         return torch.from_numpy(self.network.forward(_array(x))[0])
@@ -80,12 +81,12 @@ class Follower:
         return set(self.captured.graph.tensor_names()) - self._layers
 
     def _same(self, name: str, weight: Tensor) -> bool:
-        """Whether the weights that are not zero are where they were."""
+        """Whether the nonzero weights have the same positions as before."""
         places = self._places[name]
         return int(weight.count_nonzero()) == len(places) and bool(weight[places].all())
 
     def _values(self, get: Any, weights: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The weights that are not zero and the biases, with the norms behind them."""
+        """The nonzero weights, and the biases of layers with a folded batch norm."""
         values, biases = {}, {}
         for name, weight in weights.items():
             kept = weight[self._places[name]]
@@ -101,19 +102,19 @@ class Follower:
 
 
 class _Pass(torch.autograd.Function):
-    """Logits, and the gradient of the images."""
+    """The network with the gradient of the images, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, network: Network) -> Tensor:
-        found, ctx.trace = network.forward(_array(x), keep=True)
+        logits, ctx.trace = network.forward(_array(x), keep=True)
         ctx.network = network
-        return torch.from_numpy(found)
+        return torch.from_numpy(logits)
 
     @staticmethod
-    @once_differentiable  # a second derivative would be zero in silence
+    @once_differentiable  # else a second derivative would silently be zero
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found = ctx.network.backward(ctx.trace, gradient.detach().contiguous().numpy())
-        return torch.from_numpy(found), None
+        input_gradient = ctx.network.backward(ctx.trace, gradient.detach().contiguous().numpy())
+        return torch.from_numpy(input_gradient), None
 
 
 def _array(x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Networks from compact files, ready to be called: with numpy alone, unless a part of them needs torch."""
+"""Loads networks from `.harp` files. It needs numpy only, unless the network has nodes that torch computes."""
 
 import math
 from pathlib import Path
@@ -7,31 +7,40 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harp.compact.reader import BadFile, Stored, read_sparse
+from harp.engine.format.reader import BadFile, Stored, read_sparse
+from harp.engine.graph.nodes import Graph
+from harp.engine.lowering import footprint
+from harp.engine.native import bindings
+from harp.engine.network import Network
 from harp.errors import CheckpointError
-from harp.files import StrPath, reason
-from harp.sparse import footprint, native
-from harp.sparse.graph import Graph
-from harp.sparse.network import Network
+from harp.system.files import StrPath, reason
 
 GENEROUS = 1 << 34
-"""A limit for files that somebody wants to be computed although they are large, and for our own."""
+"""A higher limit, in bytes, for our own files and for users who allow large ones."""
 
 
 def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
     """The network of a file that `harp export --to sparse` wrote.
 
-    It takes images as float32 of shape (N, C, H, W) in [0, 1], of numpy or torch, and gives logits of the same kind.
-    `limit` is how many bytes its tensors may take, and about how many a thread may to compute images: one, or as many
-    as a vector has lanes. The file is checked as one from a stranger.
+    It takes images as float32 of shape (N, C, H, W) in [0, 1], as an array or a torch tensor, and returns logits of the
+    same type. The file is not trusted: its content is checked.
+
+    Arguments:
+        path: the file.
+        threads: how many threads compute at once.
+        limit: how many bytes the tensors may take, and about how many a thread may take for a group of images.
+
+    Example:
+        network = harp.load("network.harp", threads=2)
+        logits = network(images)
     """
     try:
         header, stored = read_sparse(Path(path), limit)
         if "graph" not in header:
-            raise BadFile("it holds tensors but no graph; `harp.compact.load` reads those")
+            raise BadFile("it holds tensors but no graph; `harp.engine.format.load` reads those")
         graph = Graph.from_dict(header["graph"])
-        graph.check({name: each.shape for name, each in stored.items()})
-        footprint.check_taps(graph, {name: len(each.values) for name, each in stored.items()}, limit)
+        graph.check({name: tensor.shape for name, tensor in stored.items()})
+        footprint.check_taps(graph, {name: len(tensor.values) for name, tensor in stored.items()}, limit)
         if graph.needs_torch:
             _check_with_torch(graph, stored)
         network = Network(graph, _tensors(graph, stored, limit), threads=threads, header=header)
@@ -44,39 +53,39 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
 def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
     import torch
 
-    from harp.sparse import reference
+    from harp.engine.graph import reference
 
-    shells = {
-        name: torch.empty(each.shape, dtype=reference.dtype(each.values.dtype.name), device="meta")
-        for name, each in stored.items()
+    meta_tensors = {
+        name: torch.empty(tensor.shape, dtype=reference.dtype(tensor.values.dtype.name), device="meta")
+        for name, tensor in stored.items()
     }
-    reference.check(graph, shells)
+    reference.check(graph, meta_tensors)
 
 
 def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, Stored | npt.NDArray[Any]]:
-    """Layers' weights as they are stored, everything else in full."""
+    """The weights of layers as they are stored, all other tensors as dense arrays."""
     sparse = {node.tensors["weight"] for node in graph.nodes if node.op in ("conv", "linear")}
     floats = {name for node in graph.nodes if node.op != "torch" for name in node.tensors.values()}
     for name in floats:
         if stored[name].values.dtype.kind != "f":
             raise BadFile(f"{name!r} is a {stored[name].values.dtype}, layers need floats")
     named = {name: _single(stored[name]) if name in floats else stored[name] for name in graph.tensor_names()}
-    full = {name: each for name, each in named.items() if name not in sparse}
-    filled = full if native.kernels() is not None else named  # torch computes with all weights, zero or not
-    need = sum(math.prod(each.shape) * each.values.itemsize for each in filled.values())
+    full = {name: tensor for name, tensor in named.items() if name not in sparse}
+    filled = full if bindings.kernels() is not None else named  # torch needs all weights as dense tensors
+    need = sum(math.prod(tensor.shape) * tensor.values.itemsize for tensor in filled.values())
     if need > limit:
         raise BadFile(f"the tensors take {need} bytes, more than the limit of {limit}")
-    return {name: _dense(each) if name in full else each for name, each in named.items()}
+    return {name: _dense(tensor) if name in full else tensor for name, tensor in named.items()}
 
 
-@np.errstate(over="ignore")  # what is too large for a float32 is infinite
-def _single(each: Stored) -> Stored:
-    return each._replace(values=each.values.astype(np.float32, copy=False))
+@np.errstate(over="ignore")  # numbers too large for float32 become infinite
+def _single(tensor: Stored) -> Stored:
+    return tensor._replace(values=tensor.values.astype(np.float32, copy=False))
 
 
-def _dense(each: Stored) -> npt.NDArray[Any]:
-    if each.indices is None:
-        return each.values.reshape(each.shape)
-    made = np.zeros(math.prod(each.shape), each.values.dtype)
-    made[each.indices] = each.values
-    return made.reshape(each.shape)
+def _dense(tensor: Stored) -> npt.NDArray[Any]:
+    if tensor.indices is None:
+        return tensor.values.reshape(tensor.shape)
+    array = np.zeros(math.prod(tensor.shape), tensor.values.dtype)
+    array[tensor.indices] = tensor.values
+    return array.reshape(tensor.shape)

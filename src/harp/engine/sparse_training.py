@@ -1,7 +1,7 @@
-"""The training pass of a pruned network: its layers compute with the weights that are kept, also backwards.
+"""Training of a pruned network: the forward and backward passes of sparse layers use only the kept weights.
 
 A layer's output, the gradient of its input and the gradients of its kept weights are products over the kept weights
-alone. What lies between the layers, batch norms in training mode above all, is left to torch.
+alone. Torch computes everything between the layers, such as batch norms in training mode.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from harp.sparse import native
-from harp.sparse.follower import wanted
-from harp.sparse.graph import Graph, Node
-from harp.sparse.lowering import Product, Stage, stages
-from harp.sparse.runner import Learner
-from harp.sparse.taps import Weight
+from harp.engine.follower import wanted
+from harp.engine.graph.nodes import Graph, Node
+from harp.engine.lowering.lower import Product, Stage, stages
+from harp.engine.lowering.taps import Weight
+from harp.engine.native import bindings
+from harp.engine.runner import Learner
 
-# The share of kept weights up to which a layer is faster this way, its input and output being packed and unpacked:
-# measured on the layers of ResNet18, forwards and backwards. Where the weights change their places at every step, the
-# programs are made anew every time, which has to be made up for.
+# The share of kept weights up to which a layer is faster this way, with the cost of packing its input and output:
+# measured on the layers of ResNet18, forward and backward. If the positions of the weights change at every step, the
+# programs are built again every time, so the limit is lower.
 SPARSE_ENOUGH, SPARSE_ENOUGH_TO_CHANGE = 0.2, 0.05
-WORTH = 1 << 14  # weights of a layer below which there is nothing to gain
+WORTH = 1 << 14  # smaller layers, in weights, gain nothing
 
 
 class SparseForward:
-    """A model's forward pass in which sparse layers compute sparsely, on CPUs that the engine has native code for.
+    """A model's forward pass in which native code computes the sparse layers, if there is any for this CPU.
 
     Arguments:
-        forward: what computes the pass, the model or a wrapper around it.
-        masks: those that stay, by parameter name: gradients of other weights are zero then. Without masks the gradients
-            of all weights are computed, and what is zero counts as pruned.
+        forward: the function that computes the pass, the model or a wrapper around it.
+        masks: fixed masks by parameter name; the gradients of pruned weights are then zero. Without masks the
+            gradients of all weights are computed, and weights that are zero count as pruned.
     """
 
     def __init__(
@@ -44,33 +44,33 @@ class SparseForward:
         self._layers: dict[str, _Layer] = {}
 
     def __call__(self, x: Tensor) -> Any:
-        """What the model gives for a batch."""
+        """The model's output for a batch."""
         suits = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         if not suits or wanted() == "off":
             return self.forward(x)
-        with _in_place(self._sparse_layers()):
+        with _replaced_forwards(self._sparse_layers()):
             return self.forward(x)
 
     def _sparse_layers(self) -> dict[nn.Module, "_Layer"]:
-        """The layers that are sparse at present."""
+        """The layers that are sparse with the current weights or masks."""
         limit = SPARSE_ENOUGH_TO_CHANGE if self.masks is None else SPARSE_ENOUGH
-        found = {}
+        layers = {}
         for name, module in self.model.named_modules():
-            if not _is_known(module) or module.weight.numel() < WORTH:
+            if not _is_supported(module) or module.weight.numel() < WORTH:
                 continue
             mask = None if self.masks is None else self.masks.get(f"{name}.weight")
-            known = self._layers.get(name)
-            if known is None or not known.holds(mask):
+            layer = self._layers.get(name)
+            if layer is None or not layer.holds(mask):
                 kept = module.weight.detach() if mask is None else mask
                 if int(kept.count_nonzero()) > limit * kept.numel():
                     self._layers.pop(name, None)
                     continue
-                known = self._layers[name] = _Layer(module, kept.reshape(-1).nonzero().reshape(-1), mask)
-            found[module] = known
-        return found
+                layer = self._layers[name] = _Layer(module, kept.reshape(-1).nonzero().reshape(-1), mask)
+            layers[module] = layer
+        return layers
 
 
-def _is_known(module: Any) -> bool:
+def _is_supported(module: Any) -> bool:
     if parametrize.is_parametrized(module) or "forward" in vars(module):
         return False
     if type(module) is nn.Conv2d:
@@ -79,11 +79,11 @@ def _is_known(module: Any) -> bool:
 
 
 @contextmanager
-def _in_place(layers: Mapping[nn.Module, "_Layer"]) -> Iterator[None]:
-    """Let modules compute by their sparse layers."""
+def _replaced_forwards(layers: Mapping[nn.Module, "_Layer"]) -> Iterator[None]:
+    """Replace the forward methods of modules by their sparse layers."""
     try:
         for module, layer in layers.items():
-            module.forward = layer  # an attribute of this one module, gone at the end
+            module.forward = layer  # an attribute of this instance, removed at the end
         yield
     finally:
         for module in layers:
@@ -91,14 +91,14 @@ def _in_place(layers: Mapping[nn.Module, "_Layer"]) -> Iterator[None]:
 
 
 class _Layer:
-    """A convolution or linear layer by the weights at some places."""
+    """A convolution or linear layer that uses the weights at the positions `index` only."""
 
     def __init__(self, module: Any, index: Tensor, mask: Tensor | None) -> None:
         self.module, self.index, self.mask = module, index, mask
         self._compiled: dict[tuple[int, ...], _Compiled] = {}
 
     def holds(self, mask: Tensor | None) -> bool:
-        """Whether the places are still those of the mask; without one, of the weights that are not zero."""
+        """Whether `index` is still valid for the mask, or without a mask for the nonzero weights."""
         if mask is not None or self.mask is not None:
             return mask is self.mask
         weight = self.module.weight.detach().reshape(-1)
@@ -108,11 +108,11 @@ class _Layer:
         module = self.module
         if x.ndim != (4 if isinstance(module, nn.Conv2d) else 2) or x.dtype != torch.float32 or len(x) == 0:
             return type(module).forward(module, x)  # type: ignore[no-any-return]
-        found: Tensor = _Sparse.apply(x, module.weight, module.bias, self)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _Sparse.apply(x, module.weight, module.bias, self)  # type: ignore[no-untyped-call]
+        return output
 
     def compiled(self, shape: tuple[int, ...]) -> "_Compiled":
-        """The native code for inputs of a shape, with the present weights."""
+        """The native code for inputs of a shape, with the current weights."""
         if shape not in self._compiled:
             self._compiled[shape] = _Compiled(self.module, shape, self.index.numpy())
         code, bias = self._compiled[shape], self.module.bias
@@ -121,18 +121,21 @@ class _Layer:
         return code
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of all weights, by torch."""
+        """The gradient of all weights, kept or not, computed by torch."""
         module = self.module
         if isinstance(module, nn.Linear):
             return gradient.t() @ x
-        how = module.stride, module.padding, module.dilation, False, (0, 0), module.groups
-        found: Tensor
-        _, found, _ = torch.ops.aten.convolution_backward(gradient, x, module.weight, None, *how, (False, True, False))
-        return found
+        geometry = module.stride, module.padding, module.dilation, False, (0, 0), module.groups
+        weight_gradient: Tensor
+        wanted_gradients = (False, True, False)  # of input, weight, bias
+        _, weight_gradient, _ = torch.ops.aten.convolution_backward(
+            gradient, x, module.weight, None, *geometry, wanted_gradients
+        )
+        return weight_gradient
 
 
 class _Compiled:
-    """A layer for inputs of one shape; `index` says which weight each of its products has."""
+    """A layer for inputs of one shape; `index` is the position of each tap's weight."""
 
     def __init__(self, module: Any, shape: tuple[int, ...], index: Any) -> None:
         weight = Weight(tuple(module.weight.shape), index, np.zeros(len(index), np.float32))
@@ -143,20 +146,19 @@ class _Compiled:
         if isinstance(module, nn.Conv2d):
             attributes = {key: list(getattr(module, key)) for key in ("stride", "padding", "dilation")}
             attributes["groups"] = module.groups
-        self.shape = _made(module, shape)
+        self.shape = _output_shape(module, shape)
         op = "conv" if attributes else "linear"
         roles = {role: role for role in tensors}
         nodes = Node("input", "input", (), shape), Node("layer", op, ("input",), self.shape, roles, attributes)
         (stage,) = stages(Graph(nodes, "layer"), tensors)
-        fit = native.kernels()
-        assert isinstance(stage, Stage) and fit is not None
-        self.learner = Learner(stage, fit, torch.get_num_threads())
-        self.product = next(each for each in stage.operations if isinstance(each, Product))
+        kernels = bindings.kernels()
+        assert isinstance(stage, Stage) and kernels is not None
+        self.learner = Learner(stage, kernels, torch.get_num_threads())
+        self.product = next(operation for operation in stage.operations if isinstance(operation, Product))
         self.index = torch.from_numpy(self.product.taps.index)
 
 
-def _made(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a layer's output."""
+def _output_shape(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(module, nn.Linear):
         return (module.out_features,)
     sizes = zip(shape[1:], module.kernel_size, module.stride, module.padding, module.dilation, strict=True)
@@ -164,30 +166,34 @@ def _made(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _Sparse(torch.autograd.Function):
-    """A layer's output, and its gradients."""
+    """A sparse layer with its gradients, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer) -> Tensor:
         code = layer.compiled(tuple(x.shape[1:]))
         ctx.layer, ctx.code, ctx.has_bias = layer, code, bias is not None
         ctx.save_for_backward(x, weight)
-        made, ctx.kept = code.learner.forward(_rows(x), keep=layer.mask is None)
-        return torch.from_numpy(made.reshape(len(x), *code.shape))  # no view of torch's: it may be overwritten
+        output, ctx.kept = code.learner.forward(_rows(x), keep=layer.mask is None)
+        # Reshaped in numpy: a view made by torch could not be overwritten in place by the next layer.
+        return torch.from_numpy(output.reshape(len(x), *code.shape))
 
     @staticmethod
-    @once_differentiable  # a second derivative would be zero in silence
+    @once_differentiable  # else a second derivative would silently be zero
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x, weight), layer, code = ctx.saved_tensors, ctx.layer, ctx.code
-        deeper, learns, shifts, _ = ctx.needs_input_grad
-        found = back = None
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        weight_gradient = input_gradient = None
         if layer.mask is None:
-            back = code.learner.backward(_rows(gradient), ctx.kept) if deeper else None
-            found = layer.weight_gradient(x, gradient) if learns else None
+            input_gradient = code.learner.backward(_rows(gradient), ctx.kept) if needs_input else None
+            weight_gradient = layer.weight_gradient(x, gradient) if needs_weight else None
         else:
-            back, values = code.learner.learn(_rows(gradient), _rows(x), deeper=deeper)
-            found = torch.zeros(weight.numel()).index_copy_(0, code.index, torch.from_numpy(values)).view_as(weight)
-        bias = gradient.sum([0, *range(2, gradient.ndim)]) if ctx.has_bias and shifts else None
-        return None if back is None else torch.from_numpy(back.reshape(x.shape)), found, bias, None
+            input_gradient, values = code.learner.learn(_rows(gradient), _rows(x), input_gradient=needs_input)
+            weight_gradient = torch.zeros(weight.numel()).index_copy_(0, code.index, torch.from_numpy(values))
+            weight_gradient = weight_gradient.view_as(weight)
+        bias_gradient = gradient.sum([0, *range(2, gradient.ndim)]) if ctx.has_bias and needs_bias else None
+        if input_gradient is not None:
+            input_gradient = torch.from_numpy(input_gradient.reshape(x.shape))
+        return input_gradient, weight_gradient, bias_gradient, None
 
 
 def _rows(x: Tensor) -> Any:

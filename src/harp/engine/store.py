@@ -1,4 +1,4 @@
-"""A graph and its tensors as a compact file."""
+"""Writes a graph and its tensors into a `.harp` file."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp import compact
-from harp.sparse.graph import Graph
-from harp.sparse.unread import read_channels
+from harp.engine import format
+from harp.engine.graph.nodes import Graph
+from harp.engine.graph.unread_channels import read_channels
 
 
 def pack(
@@ -21,27 +21,27 @@ def pack(
 ) -> bytes:
     """The content of a file that `harp.load` reads.
 
-    `masks` say which weights are kept; a layer's weight without one keeps what is not zero. `values` is the coding of
-    these weights, `others` that of all else, as in `harp.compact.write`. Biases of channels that no kept weight reads
-    are left out, as they change no answer.
+    `masks` are the kept weights; a layer's weight without a mask keeps what is not zero. `values` is the coding of
+    kept weights, `others` that of all other tensors, as in `harp.engine.format.write`. Biases of channels that no kept
+    weight reads are left out, as they do not change the result.
     """
     kept = {name: _mask(name, tensors, masks) for name in weight_names(graph, masks)}
     biases = _read_biases(graph, kept)
     stored = {name: tensor.masked_fill(~biases[name].to(tensor.device), 0) if name in biases else tensor
               for name, tensor in tensors.items()}  # fmt: skip
-    return compact.encode(
+    return format.encode(
         stored, {**kept, **biases}, {**header, "graph": graph.as_dict()}, values, others, precise=biases
     )
 
 
 def weight_names(graph: Graph, masks: Mapping[str, Tensor]) -> list[str]:
-    """The tensors that are stored as kept weights: those of layers, and what has a mask."""
+    """The tensors that are stored sparsely: the weights of layers, and tensors with a mask."""
     layers = [node.tensors["weight"] for node in graph.nodes if node.op in ("conv", "linear")]
-    # A layer of sequences is left to torch, and its weight is the second argument.
+    # Torch computes a linear layer of sequences; its weight is the second argument.
     calls = [node.attributes for node in graph.nodes if node.op == "torch"]
     linear = [call["args"][1].get("tensor") for call in calls if call["op"] == "aten.linear.default"]
-    known = graph.tensor_names()
-    return list(dict.fromkeys(name for name in [*layers, *linear, *masks] if name in known))
+    names = graph.tensor_names()
+    return list(dict.fromkeys(name for name in [*layers, *linear, *masks] if name in names))
 
 
 def _mask(name: str, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensor:
@@ -49,14 +49,14 @@ def _mask(name: str, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor])
 
 
 def _read_biases(graph: Graph, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For biases of layers with channels that nobody reads: which are read."""
+    """For the biases of layers with unread channels: which of their entries are read."""
     read = read_channels(graph, kept)
-    found: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
     used_otherwise: set[str] = set()
     for node in graph.nodes:
         if node.op not in ("conv", "linear"):
             used_otherwise.update(node.tensors.values())
         elif "bias" in node.tensors:
             name = node.tensors["bias"]
-            found[name] = found.get(name, torch.zeros_like(read[node.name])) | read[node.name]
-    return {name: mask for name, mask in found.items() if name not in used_otherwise and not bool(mask.all())}
+            masks[name] = masks.get(name, torch.zeros_like(read[node.name])) | read[node.name]
+    return {name: mask for name, mask in masks.items() if name not in used_otherwise and not bool(mask.all())}

@@ -1,28 +1,29 @@
-"""Whether a network knows anything: its accuracy beside that of one that gives the same answer to every image."""
+"""Whether a network is better than chance: its accuracy against that of the best constant answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harp.confidence import wilson
+from harp.evaluation.confidence import wilson
 
 
 def constant_accuracy(totals: Sequence[int], balanced: bool = False) -> float:
     """The accuracy of the best constant answer, given the number of images of each class.
 
-    It is the share of the most frequent class; of the balanced accuracy, one over the number of classes with images.
+    It is the share of the most frequent class; for the balanced accuracy it is 1 / (number of classes with images).
     """
     present = [count for count in totals if count]
     return 1 / len(present) if balanced else max(present) / sum(present)
 
 
 def at_chance(value: float, totals: Sequence[int], balanced: bool = False) -> bool:
-    """Whether an accuracy is no better than the best constant answer's, as far as so many images can tell.
+    """Whether an accuracy is not significantly better than that of the best constant answer.
 
-    It is, if the lower end of its 95 % interval (Wilson's) is not above that. The balanced accuracy of C classes with
-    n_c images each counts as one of C² / Σ 1/n_c images, which is all of them if the classes are equally large.
+    That is the case if the lower end of its 95 % interval (Wilson's) is not above the constant answer's accuracy. The
+    balanced accuracy of C classes with n_c images each counts as a share of C² / Σ 1/n_c images, which is the number
+    of all images if the classes are equally large.
 
-    If the images are so few, or so much of one class, that a network without a mistake would not pass either, they say
-    nothing about the network, and the answer is no.
+    If the images are so few, or so many of one class, that even a perfect network would not pass, they say nothing
+    about the network, and the result is False.
     """
     present = [count for count in totals if count]
     if not present:
@@ -35,12 +36,12 @@ def at_chance(value: float, totals: Sequence[int], balanced: bool = False) -> bo
 
 
 def is_balanced(result: Mapping[str, Any]) -> bool:
-    """Whether the value of a measured number is the mean over classes."""
+    """Whether the value of a result is the balanced accuracy."""
     return str(result.get("measure", "")).startswith("balanced")
 
 
 def result_at_chance(result: Mapping[str, Any]) -> bool:
-    """The same of a measured number, as it is in a run's files."""
+    """`at_chance` of a result, in the form of a run's files."""
     return at_chance(result["value"], result["totals"], is_balanced(result))
 
 
@@ -52,18 +53,18 @@ def natural(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 def warning(
     results: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]], trained: bool = True
 ) -> str | None:
-    """One sentence if a finished network answers at chance level.
+    """A warning in one sentence if a finished network answers at chance level; None otherwise.
 
     Arguments:
-        before: what was measured before pruning; empty for a run that pruned nothing.
-        trained: whether that network was meant to know anything: one with random weights is not compared with.
+        before: the results before pruning; empty for a run that does not prune.
+        trained: whether the network before pruning was trained; one with random weights is not compared with.
     """
-    found, old = natural(results), natural(before)
-    if found is None or not result_at_chance(found):
+    clean, old = natural(results), natural(before)
+    if clean is None or not result_at_chance(clean):
         return None
-    share = constant_accuracy(found["totals"], is_balanced(found))
-    known = f"natural accuracy {found['value']:.1%} on {sum(found['totals']):,} test images"
-    numbers = f"{known}, where always the same answer gets {share:.1%}"
+    share = constant_accuracy(clean["totals"], is_balanced(clean))
+    measured = f"natural accuracy {clean['value']:.1%} on {sum(clean['totals']):,} test images"
+    numbers = f"{measured}, where always the same answer gets {share:.1%}"
     if old is None or (not trained and result_at_chance(old)):
         return f"The network answers at chance level: {numbers}."
     if result_at_chance(old):

@@ -1,4 +1,4 @@
-"""95 % intervals: of a mean over a few repetitions by Student's t, of a share of images by Wilson."""
+"""95 % confidence intervals: Student's t for the mean of a few repetitions, Wilson's for a share of images."""
 
 import math
 import statistics
@@ -21,7 +21,7 @@ def quantile(freedom: int) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % interval; NaN for the half if there is one value only."""
+    """The mean and half the width of its 95 % interval; the latter is NaN for a single value."""
     mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, math.nan

@@ -1,4 +1,7 @@
-"""Numbers that contradict each other: another sign of false robustness, seen without the model (`harp.suspicion`)."""
+"""Checks for results that contradict each other: signs of false robustness that can be seen without the model.
+
+`harp.evaluation.gradient_masking` has the checks that need the model.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,19 +9,19 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from harp.doctor import Finding, Verdict, graded
+from harp.evaluation.model_checks import Finding, Verdict, graded
 
-# The attacks by strength: none of them may leave more images right than one above it.
+# The attacks from weak to strong: an attack must not leave more images right than a weaker one.
 _ORDER = ("fgsm", "pgd", "apgd", "aa-lite", "autoattack")
-_BESIDE = 0.02  # of a number that came without its interval
+_MARGIN = 0.02  # half the interval of a result that has none
 
 
 def review(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Examine measured numbers for contradictions: a finding for each check that they allow.
+    """Check results for contradictions: a finding for each check that can be made.
 
-    The rows are those of a summary's results (name, value, low, high, n, seed, attack), where ensembles may have
-    `parts` and numbers `during` (the accuracy counted while attacking), and security curves, whose `points` have
-    epsilon, value, low and high.
+    The rows are those of a summary's results (name, value, low, high, n, seed, attack). Ensembles may have `parts`,
+    and results may have `during` (the accuracy counted during the attack). Security curves have `points` with epsilon,
+    value, low and high.
     """
     numbers = [row for row in results if row.get("kind") != "curve"]
     checks = [
@@ -28,12 +31,12 @@ def review(results: Sequence[Mapping[str, Any]]) -> list[Finding]:
         ("transfer", _transferred(numbers)),
         ("re-evaluation", _re_evaluated(numbers)),
     ]
-    return [_summed(check, found) for check, found in checks if found]
+    return [_summarised(check, comparisons) for check, comparisons in checks if comparisons]
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Two numbers that were held against each other: how it came out, and in words if it is suspicious."""
+    """A comparison of two results: the verdict, and a text if it is suspicious."""
 
     verdict: Verdict = "good"
     text: str = ""
@@ -48,10 +51,11 @@ _GOOD = {
 }
 
 
-def _summed(check: str, found: Sequence[_Comparison]) -> Finding:
+def _summarised(check: str, comparisons: Sequence[_Comparison]) -> Finding:
+    """One finding for all comparisons of a check, with the worst verdict."""
     verdicts: tuple[Verdict, ...] = ("bad", "look")
     for verdict in verdicts:
-        texts = [each.text for each in found if each.verdict == verdict]
+        texts = [comparison.text for comparison in comparisons if comparison.verdict == verdict]
         if texts:
             more = f" ({len(texts) - 1} more like this)" if len(texts) > 1 else ""
             return Finding(check, verdict, texts[0] + more)
@@ -59,15 +63,16 @@ def _summed(check: str, found: Sequence[_Comparison]) -> Finding:
 
 
 def _rising(results: Sequence[Mapping[str, Any]], numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
+    """Accuracies at growing epsilon, which must not rise."""
     curves = [(str(row.get("name", "the curve")), list(row["points"])) for row in results if row.get("kind") == "curve"]
-    alike: dict[str, list[dict[str, Any]]] = {}
+    by_attack: dict[str, list[dict[str, Any]]] = {}
     for row in numbers:
         attack = row.get("attack") or {}
         if "epsilon" in attack:
             rest = {key: value for key, value in attack.items() if key not in ("epsilon", "step")}
-            alike.setdefault(repr((rest, row.get("data"))), []).append({**row, "epsilon": attack["epsilon"]})
-    curves += [(str(rows[0].get("name")), rows) for rows in alike.values()]
-    found = []
+            by_attack.setdefault(repr((rest, row.get("data"))), []).append({**row, "epsilon": attack["epsilon"]})
+    curves += [(str(rows[0].get("name")), rows) for rows in by_attack.values()]
+    comparisons = []
     for name, points in curves:
         ordered = sorted(points, key=lambda point: point["epsilon"])
         for small, large in combinations(ordered, 2):
@@ -78,12 +83,13 @@ def _rising(results: Sequence[Mapping[str, Any]], numbers: Sequence[Mapping[str,
                     f"{large['value']:.1%} at {large['epsilon']:.4g}. The larger ball holds the smaller one, so the "
                     "attack fails; use a stronger one"
                 )
-                found.append(_Comparison("bad", text) if worse else _Comparison())
-    return found
+                comparisons.append(_Comparison("bad", text) if worse else _Comparison())
+    return comparisons
 
 
 def _disordered(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
-    found = []
+    """Accuracies under a weak and a strong attack; the strong one must not leave more images right."""
+    comparisons = []
     for weak in numbers:
         for strong in numbers:
             if _weaker(weak, strong):
@@ -92,8 +98,8 @@ def _disordered(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
                     f"{strong['name']} leaves {strong['value']:.1%} right, the weaker {weak['name']} only "
                     f"{weak['value']:.1%}. The stronger attack fails; look for masked gradients"
                 )
-                found.append(_Comparison("bad", text) if limit > _high(weak) else _Comparison())
-    return found
+                comparisons.append(_Comparison("bad", text) if limit > _high(weak) else _Comparison())
+    return comparisons
 
 
 def _weaker(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> bool:
@@ -107,6 +113,7 @@ def _weaker(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> bool:
 
 
 def _power(row: Mapping[str, Any]) -> tuple[int, int]:
+    """The strength of an attack, for comparison: its rank, and for PGD its number of steps."""
     attack, rank = row.get("attack") or {}, _rank(row) or 0
     work = int(attack.get("steps", 0)) * int(attack.get("restarts", 1)) if _ORDER[rank] == "pgd" else 0
     return rank, work
@@ -119,7 +126,8 @@ def _rank(row: Mapping[str, Any]) -> int | None:
 
 
 def _black_box(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
-    found = []
+    """Images of an ensemble that only the attack without gradients fools."""
+    comparisons = []
     for row in numbers:
         parts = row.get("parts") or []
         for index, part in enumerate(parts):
@@ -130,39 +138,43 @@ def _black_box(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
                     f"({share:.1%}) that the attacks by gradients left right. Gradients are masked; trust no number "
                     "that comes from them alone"
                 )
-                found.append(_Comparison(graded(share, 0.01, 0.05) if part["fooled"] > 1 else "good", text))
-    return found
+                comparisons.append(_Comparison(graded(share, 0.01, 0.05) if part["fooled"] > 1 else "good", text))
+    return comparisons
 
 
 def _transferred(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
-    found = []
-    for moved in (row for row in numbers if _is_transfer(row)):
+    """Attacks made for another model, which must not be stronger than direct ones."""
+    comparisons = []
+    for transfer in (row for row in numbers if _is_transfer(row)):
         direct = [
             row
             for row in numbers
-            if row.get("attack") and not _is_transfer(row) and _same_ball(row, moved) and _same_data(row, moved)
+            if row.get("attack") and not _is_transfer(row) and _same_ball(row, transfer) and _same_data(row, transfer)
         ]
         if direct:
             best = min(direct, key=lambda row: float(row["value"]))
             text = (
-                f"{moved['name']} leaves {moved['value']:.1%} right, {best['name']} on the model itself "
+                f"{transfer['name']} leaves {transfer['value']:.1%} right, {best['name']} on the model itself "
                 f"{best['value']:.1%}. An attack made for another model should not be stronger: gradients are masked"
             )
-            found.append(_Comparison("bad", text) if moved["value"] < _low(best) else _Comparison())
-    return found
+            comparisons.append(_Comparison("bad", text) if transfer["value"] < _low(best) else _Comparison())
+    return comparisons
 
 
 def _re_evaluated(numbers: Sequence[Mapping[str, Any]]) -> list[_Comparison]:
-    found = []
+    """Accuracies counted during an attack and after it, which must be equal."""
+    comparisons = []
     for row in numbers:
         if row.get("during") is not None:
-            off = abs(row["during"] - row["value"])
+            gap = abs(row["during"] - row["value"])
             text = (
                 f"{row['name']}: {row['during']:.2%} were counted during the attack and {row['value']:.2%} afterwards. "
                 "The model answers otherwise when asked again: it is random, keeps a state, or its precision is low"
             )
-            found.append(_Comparison(graded(off, 0.001, 0.005) if off * row.get("n", math.inf) > 1.5 else "good", text))
-    return found
+            comparisons.append(
+                _Comparison(graded(gap, 0.001, 0.005) if gap * row.get("n", math.inf) > 1.5 else "good", text)
+            )
+    return comparisons
 
 
 def _is_transfer(row: Mapping[str, Any]) -> bool:
@@ -183,8 +195,8 @@ def _same_images(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _low(row: Mapping[str, Any]) -> float:
-    return float(row.get("low", row["value"] - _BESIDE))
+    return float(row.get("low", row["value"] - _MARGIN))
 
 
 def _high(row: Mapping[str, Any]) -> float:
-    return float(row.get("high", row["value"] + _BESIDE))
+    return float(row.get("high", row["value"] + _MARGIN))

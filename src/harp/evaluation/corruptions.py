@@ -1,9 +1,9 @@
 """Common corruptions: noise, blur, weather and compression instead of an adversary.
 
 The kinds and the five severities follow Hendrycks & Dietterich ("Benchmarking Neural Network Robustness to Common
-Corruptions and Perturbations", ICLR 2019). These are our own implementations of the kinds, in plain torch, for images
-of any size with any number of channels: numbers measured with them are not comparable with those on the files of
-CIFAR-10-C or ImageNet-C. Lengths are in pixels for images of up to 32 pixels and grow with larger ones.
+Corruptions and Perturbations", ICLR 2019). These are own implementations of the kinds, in plain torch, for images of
+any size with any number of channels: results with them are not comparable with those on the files of CIFAR-10-C or
+ImageNet-C. Lengths are in pixels for images of up to 32 pixels and scale with larger ones.
 """
 
 import math
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp import evaluate
-from harp.assault import BATCH
 from harp.attacks import images_in_box
 from harp.errors import RecipeError
+from harp.evaluation.runner import BATCH
+from harp.evaluation.score import accuracy
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -31,7 +31,7 @@ def _gaussian_noise(x: Tensor, level: int, generator: torch.Generator) -> Tensor
 
 
 def _shot_noise(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """Light as a count of photons, fewer and fewer of them."""
+    """Poisson noise of a limited number of photons."""
     photons = (500, 250, 120, 75, 50)[level]
     return (torch.poisson(x.float().cpu() * photons, generator=generator) / photons).to(x)
 
@@ -44,7 +44,7 @@ def _impulse_noise(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
 
 
 def _defocus_blur(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """A disc in place of every point, with a soft edge."""
+    """Convolution with a disc that has a soft edge."""
     radius = (0.8, 1.1, 1.4, 1.8, 2.3)[level] * _scale(x)
     half = math.ceil(radius)
     offsets = torch.arange(-half, half + 1, device=x.device, dtype=x.dtype)
@@ -53,23 +53,23 @@ def _defocus_blur(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
 
 
 def _motion_blur(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """The mean along a line, in a direction of each image's own."""
+    """The mean along a line, in a random direction for each image."""
     length = (1.5, 2.5, 3.5, 4.5, 6.0)[level] * _scale(x)
     angle = math.pi * _uniform((len(x), 1, 1), x, generator)
     direction = torch.stack([torch.cos(angle), torch.sin(angle)], dim=-1)
-    places = torch.linspace(-length / 2, length / 2, 2 * math.ceil(length) + 1).tolist()
-    return _mean([_moved(x, place * direction) for place in places])
+    offsets = torch.linspace(-length / 2, length / 2, 2 * math.ceil(length) + 1).tolist()
+    return _mean([_shifted(x, offset * direction) for offset in offsets])
 
 
 def _zoom_blur(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """The mean over magnifications about the middle."""
+    """The mean over magnifications about the centre."""
     most = (0.10, 0.16, 0.22, 0.28, 0.36)[level]
-    centre = _grid(x)
-    return _mean([_moved(x, centre * (1 / (1 + most * share / 8) - 1)) for share in range(9)])
+    grid = _grid(x)
+    return _mean([_shifted(x, grid * (1 / (1 + most * share / 8) - 1)) for share in range(9)])
 
 
 def _fog(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """A veil of bright clouds: random fields at every scale, the coarser the stronger."""
+    """A mix with bright clouds: random fields at every scale, the coarser the stronger."""
     height, width = x.shape[-2:]
     clouds = torch.zeros(len(x), 1, height, width, device=x.device, dtype=x.dtype)
     for octave in range(max(1, math.ceil(math.log2(max(height, width))))):
@@ -91,25 +91,25 @@ def _contrast(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
 
 
 def _elastic(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """Every point moved by a smooth random field, of a mean length in pixels."""
+    """A shift of every pixel by a smooth random field of a given mean length."""
     length = (0.4, 0.7, 1.0, 1.3, 1.7)[level] * _scale(x)
     radius = max(1, round(2 * _scale(x)))
     field = _normal((len(x), 2, *x.shape[-2:]), x, generator)
     box = torch.full((2 * radius + 1,) * 2, 1 / (2 * radius + 1) ** 2, device=x.device, dtype=x.dtype)
     field = _filtered(_filtered(field, box), box)
     field = field / torch.linalg.vector_norm(field, dim=1, keepdim=True).mean((1, 2, 3), keepdim=True)
-    return _moved(x, length * field.permute(0, 2, 3, 1))
+    return _shifted(x, length * field.permute(0, 2, 3, 1))
 
 
 def _pixelate(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """Fewer and larger pixels: means over cells, mixed in a pixel that lies across their edge."""
+    """Larger pixels: means over cells; a pixel that overlaps several cells gets their weighted mean."""
     share = (0.9, 0.75, 0.6, 0.5, 0.4)[level]
     rows, columns = (_cells(size, max(1, round(share * size))).to(x) for size in x.shape[-2:])
     return rows @ x @ columns.T
 
 
 def _cells(size: int, cells: int) -> Tensor:
-    """The matrix that replaces a line of pixels by their means over cells of equal length."""
+    """The matrix that replaces a row of pixels by their means over cells of equal length."""
     pixels, width = torch.arange(size), size / cells
     starts = width * torch.arange(cells)[:, None]
     overlap = (torch.minimum(pixels + 1, starts + width) - torch.maximum(pixels, starts)).clamp_min(0)
@@ -130,7 +130,7 @@ _QUANTA = (
 
 
 def _jpeg(x: Tensor, level: int, generator: torch.Generator) -> Tensor:
-    """What makes JPEG lossy: the cosine transform of blocks of 8 x 8, rounded; here for each channel by itself."""
+    """The lossy step of JPEG, on each channel by itself: the cosine transform of 8 x 8 blocks, quantised."""
     coarseness = (0.5, 1.0, 1.6, 2.4, 3.5)[level]
     height, width = x.shape[-2:]
     padded = F.pad(x, (0, -width % 8, 0, -height % 8), mode="replicate")
@@ -161,7 +161,7 @@ CORRUPTIONS: dict[str, Corrupt] = {
 
 
 def corrupt(x: Tensor, kind: str, severity: int, generator: torch.Generator) -> Tensor:
-    """Images in [0, 1], corrupted. Random numbers come from a generator of the CPU, whatever device the images are on.
+    """Corrupt images in [0, 1]. The random numbers come from a CPU generator, whatever device the images are on.
 
     The same state of the generator gives the same noise, directions and fields at every severity.
     """
@@ -174,14 +174,14 @@ def corrupt(x: Tensor, kind: str, severity: int, generator: torch.Generator) -> 
 
 @dataclass(frozen=True)
 class Corruption:
-    """A kind and a severity, in the form of an attack that asks nothing of the model or the labels."""
+    """A kind and a severity, called like an attack; the model and the labels are not used."""
 
     kind: str
     severity: int
 
     @property
     def name(self) -> str:
-        """The corruption in short."""
+        """A short name, such as fog-3."""
         return f"{self.kind}-{self.severity}"
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -201,26 +201,26 @@ def measure(
     batch: int = BATCH,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Accuracy under every kind at every severity: a row each with its 95 % interval, and the mean over the rows.
+    """Accuracy under every kind at every severity: one row for each with its 95 % interval, and the mean of all rows.
 
-    `progress(done, all)` counts images, over all rows.
+    `progress(done, all)` counts the images of all rows.
     """
-    wanted = [Corruption(kind, severity) for kind in (kinds or CORRUPTIONS) for severity in severities]
-    if not wanted:
+    corruptions = [Corruption(kind, severity) for kind in (kinds or CORRUPTIONS) for severity in severities]
+    if not corruptions:
         raise RecipeError("there are no severities to measure at: give some of 1, 2, 3, 4, 5")
     rows, values = [], []
-    for index, corruption in enumerate(wanted):
+    for index, corruption in enumerate(corruptions):
         before = index * len(images)
 
         def count(done: int, _: int, before: int = before) -> None:
             if progress is not None:
-                progress(before + done, len(wanted) * len(images))
+                progress(before + done, len(corruptions) * len(images))
 
-        score = evaluate.accuracy(model, images, labels, attack=corruption, batch=batch, seed=seed, progress=count)
+        score = accuracy(model, images, labels, attack=corruption, batch=batch, seed=seed, progress=count)
         low, high = score.interval()
         values.append(score.accuracy)
-        where = {"corruption": corruption.kind, "severity": corruption.severity}
-        rows.append({**where, "value": score.accuracy, "low": low, "high": high, "n": score.n})
+        key = {"corruption": corruption.kind, "severity": corruption.severity}
+        rows.append({**key, "value": score.accuracy, "low": low, "high": high, "n": score.n})
     return {"rows": rows, "mean": fmean(values), "seed": seed, "batch": batch}
 
 
@@ -237,25 +237,25 @@ def _normal(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> T
 
 
 def _filtered(x: Tensor, kernel: Tensor) -> Tensor:
-    """Each channel through the same filter; the border goes on as it ends."""
+    """Filter each channel with the same kernel; the border pixels are repeated."""
     half, channels = len(kernel) // 2, x.shape[1]
     padded = F.pad(x, (half,) * 4, mode="replicate")
     return F.conv2d(padded, kernel.expand(channels, 1, -1, -1), groups=channels)
 
 
 def _grid(x: Tensor) -> Tensor:
-    """The places of the pixels, measured from the middle, in pixels: (1, height, width, 2) with x first."""
+    """The positions of the pixels relative to the centre, in pixels: (1, height, width, 2) with x first."""
     down, right = (torch.arange(size, device=x.device, dtype=x.dtype) - (size - 1) / 2 for size in x.shape[-2:])
     rows, columns = torch.meshgrid(down, right, indexing="ij")
     return torch.stack([columns, rows], dim=-1)[None]
 
 
-def _moved(x: Tensor, by: Tensor) -> Tensor:
-    """What is found `by` pixels further at every place; beyond the border is what is at it."""
+def _shifted(x: Tensor, by: Tensor) -> Tensor:
+    """Sample each pixel `by` pixels away, bilinearly; the border pixels are repeated."""
     height, width = x.shape[-2:]
     sizes = torch.tensor([width, height], device=x.device, dtype=x.dtype)
-    places = (_grid(x) + by).expand(len(x), height, width, 2) * 2 / sizes
-    return F.grid_sample(x, places, mode="bilinear", padding_mode="border", align_corners=False)
+    positions = (_grid(x) + by).expand(len(x), height, width, 2) * 2 / sizes
+    return F.grid_sample(x, positions, mode="bilinear", padding_mode="border", align_corners=False)
 
 
 def _mean(images: Sequence[Tensor]) -> Tensor:

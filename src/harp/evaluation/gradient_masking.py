@@ -1,9 +1,8 @@
 """Checks for false robustness: a model that looks robust because the attack on it fails.
 
-What to look for is known from Athalye, Carlini & Wagner ("Obfuscated Gradients Give a False Sense of Security", ICML
-2018), Carlini et al. ("On Evaluating Adversarial Robustness", 2019) and Pintor et al. ("Indicators of Attack Failure",
-NeurIPS 2022). `inspect` asks the model itself, with a few small attacks; numbers that were measured
-are looked at in `harp.contradictions`.
+The checks follow Athalye, Carlini & Wagner ("Obfuscated Gradients Give a False Sense of Security", ICML 2018), Carlini
+et al. ("On Evaluating Adversarial Robustness", 2019) and Pintor et al. ("Indicators of Attack Failure", NeurIPS 2022).
+`inspect` runs a few small attacks on the model itself; `harp.evaluation.consistency` checks measured results.
 """
 
 import copy
@@ -17,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp import doctor, evaluate
 from harp.attacks import Ball
-from harp.doctor import Finding, graded
 from harp.errors import DataError, RecipeError
-from harp.frozen import Logits, frozen
-from harp.seeds import derive
+from harp.evaluation import model_checks, score
+from harp.evaluation.model_checks import Finding, graded
+from harp.models.modes import Logits, evaluating
+from harp.system.seeds import derive
 
-_IMAGES = 128  # as many as are looked at
+_IMAGES = 128  # the largest number of images that are used
 _STEPS = 40  # of the attacks here
 _USUAL = 10  # the steps of a usual attack
-_NOISES = 20
+_NOISES = 20  # random points for each image
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,10 +41,10 @@ def _negative_margin(answer: Tensor, y: Tensor) -> Tensor:
 
 
 def inspect(model: nn.Module, images: Tensor, labels: Tensor, ball: Ball, *, seed: int = 0) -> list[Finding]:
-    """Examine a model on up to 128 images (in [0, 1], or bytes) for what makes attacks within a ball fail.
+    """Check on up to 128 images (in [0, 1], or bytes) whether attacks within a ball fail on a model.
 
-    The model is asked in eval mode, on copies: its modes, parameters, buffers and gradients and the random state stay
-    as they are. Checks that have no meaning after what was found before them are left out.
+    Copies of the model run in eval mode: its modes, parameters, buffers and gradients and the random state do not
+    change. Checks that mean nothing after an earlier finding are left out.
     """
     if ball.epsilon == 0:
         raise RecipeError("epsilon 0 leaves nothing to attack: give the epsilon of the evaluation")
@@ -56,28 +55,28 @@ def inspect(model: nn.Module, images: Tensor, labels: Tensor, ball: Ball, *, see
     x = x / 255 if images.dtype == torch.uint8 else x
     y = labels[:_IMAGES].to(like.device, torch.long)
     with torch.inference_mode(False), torch.no_grad(), _copies(model, x) as fresh:
-        return list(_inspected(_Subject(fresh, seed), doctor.normalisation(model), x.clone(), y.clone(), ball))
+        return list(_inspected(_Subject(fresh, seed), model_checks.normalisation(model), x.clone(), y.clone(), ball))
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """A source of fresh copies of the model, and the seed for all that is random about asking them."""
+    """A source of fresh copies of the model, and the seed of all random numbers."""
 
     fresh: Callable[[], nn.Module]
     seed: int
 
     def ask(self, net: Logits, x: Tensor, *purpose: int | str) -> Tensor:
-        """The answer with the random numbers of a purpose: the same ones for the same purpose."""
-        self.sow(x.device, *purpose)
+        """The logits, with random numbers seeded by the purpose."""
+        self.seed_torch(x.device, *purpose)
         return net(x)
 
-    def sow(self, device: torch.device, *purpose: int | str) -> None:
+    def seed_torch(self, device: torch.device, *purpose: int | str) -> None:
         """Seed torch's generators, which are forked while the model is inspected."""
-        chosen = derive(self.seed, "suspicion", *purpose)
-        torch.default_generator.manual_seed(chosen)
+        seed = derive(self.seed, "suspicion", *purpose)
+        torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             with torch.cuda.device(device):
-                torch.cuda.manual_seed(chosen)
+                torch.cuda.manual_seed(seed)
 
     def normal(self, like: Tensor, *purpose: int | str) -> Tensor:
         """Normal random numbers, the same on every device."""
@@ -87,20 +86,20 @@ class _Subject:
 
 @contextmanager
 def _copies(model: nn.Module, example: Tensor) -> Iterator[Callable[[], nn.Module]]:
-    """Copies of a model in eval mode. What they do reaches neither the model nor torch's random state.
+    """A function that copies a model in eval mode. Running a copy changes neither the model nor torch's random state.
 
-    A model that can't be copied is given itself; its buffers are put back at the end.
+    A model that can't be copied is used itself, and its buffers are restored at the end.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def fresh() -> nn.Module:
         try:
             return copy.deepcopy(model)
-        except Exception:  # a module may hold anything, generators or views that refuse to be copied among them
+        except Exception:  # a module may hold objects that can't be copied, such as generators or views
             return model
 
     devices = [example.device] if example.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), frozen(model, example, fast=False):
+    with torch.random.fork_rng(devices), evaluating(model):
         try:
             yield fresh
         finally:
@@ -110,17 +109,17 @@ def _copies(model: nn.Module, example: Tensor) -> Iterator[Callable[[], nn.Modul
 
 
 def _inspected(subject: _Subject, layer: Finding, x: Tensor, y: Tensor, ball: Ball) -> Iterator[Finding]:
-    """All checks, up to one after which the others mean nothing."""
+    """Run the checks in order, and stop at one after which the others mean nothing."""
     net = subject.fresh()
     answer = subject.ask(net, x, "first")
-    inputs, logits = doctor.inputs(x), doctor.answers(answer, y)
+    inputs, logits = model_checks.inputs(x), model_checks.answers(answer, y)
     yield inputs
     yield logits
     if answer.ndim != 2 or not answer.isfinite().all() or int(y.max()) >= answer.shape[1]:
         return
     yield _normalisation(subject, layer, x, y)
     calls = count()
-    random = doctor.determinism(lambda images: subject.ask(subject.fresh(), images, "random", next(calls)), x)
+    random = model_checks.determinism(lambda images: subject.ask(subject.fresh(), images, "random", next(calls)), x)
     yield random
     yield _state(subject, x, random=random.verdict != "good")
     right = answer.argmax(1) == y
@@ -130,10 +129,10 @@ def _inspected(subject: _Subject, layer: Finding, x: Tensor, y: Tensor, ball: Ba
         yield Finding("accuracy", "look", f"none of {len(x)} images is classified right: there is nothing to attack")
         return
     x, y = x[right], y[right]
-    subject.sow(x.device, "gradients")
-    yield doctor.gradients(net, x, y)
+    subject.seed_torch(x.device, "gradients")
+    yield model_checks.gradients(net, x, y)
     yield _preprocessing(subject, net, x, y)
-    subject.sow(x.device, "starts")
+    subject.seed_torch(x.device, "starts")
     losses, usual = _climb(net, x, y, ball, ball.epsilon / 4)
     yield _ascent(losses)
     yield _vanishing(net, x, y, ball, usual)
@@ -143,7 +142,7 @@ def _inspected(subject: _Subject, layer: Finding, x: Tensor, y: Tensor, ball: Ba
 
 
 def _normalisation(subject: _Subject, layer: Finding, x: Tensor, y: Tensor) -> Finding:
-    """A heuristic: no model gets much better by inputs that it was not made for. It sees only what costs accuracy."""
+    """A heuristic: a model that is much better on standardised images was trained on them."""
     if layer.verdict == "good":
         return layer
     mean, std = x.mean((0, *range(2, x.ndim)), keepdim=True), x.std((0, *range(2, x.ndim)), keepdim=True)
@@ -160,6 +159,7 @@ def _normalisation(subject: _Subject, layer: Finding, x: Tensor, y: Tensor) -> F
 
 
 def _state(subject: _Subject, x: Tensor, *, random: bool) -> Finding:
+    """Whether an image's logits depend on earlier batches or on other images of the batch."""
     net, other = subject.fresh(), 1 - x.flip(0)
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     first = subject.ask(net, x, "state")
@@ -186,12 +186,12 @@ def _state(subject: _Subject, x: Tensor, *, random: bool) -> Finding:
 
 
 def _preprocessing(subject: _Subject, net: Logits, x: Tensor, y: Tensor) -> Finding:
-    """Whether the answers follow the image smoothly, and in the direction that the gradient says."""
+    """Whether a small change of the image changes the loss, and as much as the gradient predicts."""
     if x.dtype not in (torch.float32, torch.float64):
         return Finding("preprocessing", "good", f"not checked: steps are too small for {x.dtype}")
-    still = subject.ask(net, x, "steps")
-    nudged = subject.ask(net, x + 1e-5 * subject.normal(x, "nudge").sign(), "steps")
-    flat = int((still == nudged).all(1).sum())
+    before = subject.ask(net, x, "steps")
+    after = subject.ask(net, x + 1e-5 * subject.normal(x, "nudge").sign(), "steps")
+    flat = int((before == after).all(1).sum())
     verdict = graded(flat / len(x), 0.1, 0.5)
     if verdict != "good":
         text = (
@@ -199,13 +199,13 @@ def _preprocessing(subject: _Subject, net: Logits, x: Tensor, y: Tensor) -> Find
             "or the model is piecewise constant; attack it without that step, or through a differentiable stand-in"
         )
         return Finding("preprocessing", verdict, text)
-    subject.sow(x.device, "steps")
+    subject.seed_torch(x.device, "steps")
     gradient = _gradient(net, x, y, _negative_margin)[1]
     step = 1e-3 * gradient.sign()
-    promised = 2e-3 * gradient.abs().flatten(1).sum(1)
+    predicted = 2e-3 * gradient.abs().flatten(1).sum(1)
     ahead, back = (_negative_margin(subject.ask(net, x + side * step, "steps"), y) for side in (1, -1))
-    ratio = (ahead - back) / promised.clamp_min(torch.finfo(x.dtype).tiny)
-    wrong = int(((promised > 0) & ~((ratio > 0.1) & (ratio < 10))).sum())
+    ratio = (ahead - back) / predicted.clamp_min(torch.finfo(x.dtype).tiny)
+    wrong = int(((predicted > 0) & ~((ratio > 0.1) & (ratio < 10))).sum())
     verdict = graded(wrong / len(x), 0.2, 0.5)
     if verdict != "good":
         text = (
@@ -223,7 +223,7 @@ def _climb(
 
     An image that is never fooled has the number of steps plus one.
     """
-    points, losses = ball.random(x), []  # at the images themselves a sparse network's gradient may well be zero
+    points, losses = ball.random(x), []  # a sparse network's gradient may be zero at the images themselves
     when = torch.full((len(x),), _STEPS + 1, device=x.device)
     for index in range(_STEPS + 1):
         answer, gradient = _gradient(net, points, y, loss)
@@ -235,6 +235,7 @@ def _climb(
 
 
 def _ascent(losses: Sequence[float]) -> Finding:
+    """Whether the loss rises during gradient ascent."""
     path = losses[: _USUAL + 1]
     seen = f"the mean loss goes from {path[0]:.3g} to {path[-1]:.3g} in {_USUAL} steps of gradient ascent"
     if not all(map(math.isfinite, path)):
@@ -252,7 +253,7 @@ def _ascent(losses: Sequence[float]) -> Finding:
 
 
 def _vanishing(net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> Finding:
-    """A confident model's cross entropy has gradients that rounding swallows; bad only if the margin's lead further."""
+    """Whether rounding loses the cross entropy's gradient, as in confident models, and the margin's finds more."""
     entropy, margin = (
         _gradient(net, x, y, loss)[1].abs().flatten(1).amax(1) for loss in (_cross_entropy, _negative_margin)
     )
@@ -260,8 +261,8 @@ def _vanishing(net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> F
     seen = f"the cross entropy's gradient is lost in rounding on {int(lost.sum())} of {len(x)} images"
     missed = 0
     if lost.any():
-        found = _climb(net, x[lost], y[lost], ball, ball.epsilon / 4, _negative_margin)[1]
-        missed = int(((found <= _STEPS) & (when[lost] > _STEPS)).sum())
+        by_margin = _climb(net, x[lost], y[lost], ball, ball.epsilon / 4, _negative_margin)[1]
+        missed = int(((by_margin <= _STEPS) & (when[lost] > _STEPS)).sum())
     verdict = graded(missed / len(x), 0.01, 0.05) if missed > 1 else "good"
     if verdict == "good":
         return Finding("vanishing", "good", seen)
@@ -273,15 +274,16 @@ def _vanishing(net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> F
 
 
 def _steps(when: Tensor) -> Finding:
-    usual, all_of_them = (float((when <= steps).double().mean()) for steps in (_USUAL, _STEPS))
-    seen = f"{_USUAL} steps fool {usual:.0%} of the images and {_STEPS} steps {all_of_them:.0%}"
-    if all_of_them - usual > 0.2:
+    """Whether more steps fool many more images."""
+    few, many = (float((when <= steps).double().mean()) for steps in (_USUAL, _STEPS))
+    seen = f"{_USUAL} steps fool {few:.0%} of the images and {_STEPS} steps {many:.0%}"
+    if many - few > 0.2:
         return Finding("steps", "look", f"{seen}: a short attack is not at its end; evaluate with more steps")
     return Finding("steps", "good", seen)
 
 
 def _noise(subject: _Subject, net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> Finding:
-    """Random points of the ball's surface, which must not find what the gradient does not."""
+    """Whether random points on the ball's surface fool images that gradient ascent does not."""
     fooled = torch.zeros(len(x), dtype=torch.bool, device=x.device)
     for index in range(_NOISES):
         noise = ball.epsilon * ball.steepest(subject.normal(x, "noise", index))
@@ -297,10 +299,10 @@ def _noise(subject: _Subject, net: Logits, x: Tensor, y: Tensor, ball: Ball, whe
 
 
 def _budget(net: Logits, x: Tensor, y: Tensor, ball: Ball) -> Finding:
-    """In a ball so large that images can be made grey, hardly any model holds out, and ascent must see that.
+    """Whether gradient ascent fools almost all images in a ball so large that images can be made grey.
 
-    To tell a model that does (an almost constant one) from gradients that lead nowhere, images are also moved towards
-    grey and towards each other, for which no gradient is needed.
+    An almost constant model can be robust even there. To tell it from masked gradients, images are also moved towards
+    grey and towards each other, which needs no gradient.
     """
     usual = 0.5 if ball.norm == "linf" else 0.5 * math.sqrt(x[0].numel())
     large = Ball(max(usual, ball.epsilon), ball.norm)
@@ -328,19 +330,19 @@ def _budget(net: Logits, x: Tensor, y: Tensor, ball: Ball) -> Finding:
 
 
 def _gradient(net: Logits, x: Tensor, y: Tensor, loss: _Loss) -> tuple[Tensor, Tensor]:
-    """The answer, and the gradient of each image's loss; zero where there is none."""
+    """The logits, and the gradient of each image's loss; zero where there is none."""
     points = x.detach().clone().requires_grad_()
     with torch.enable_grad():
         answer = net(points)
         total = loss(answer, y).sum()
-        found = torch.autograd.grad(total, points, allow_unused=True)[0] if total.requires_grad else None
-    return answer.detach(), torch.zeros_like(x) if found is None else found
+        gradient = torch.autograd.grad(total, points, allow_unused=True)[0] if total.requires_grad else None
+    return answer.detach(), torch.zeros_like(x) if gradient is None else gradient
 
 
-def _score(answer: Tensor, y: Tensor) -> evaluate.Score:
+def _score(answer: Tensor, y: Tensor) -> score.Score:
     classes, right = answer.shape[1], y[answer.argmax(1) == y]
     correct, totals = (tuple(torch.bincount(labels.cpu(), minlength=classes).tolist()) for labels in (right, y))
-    return evaluate.Score("clean", correct, totals)
+    return score.Score("clean", correct, totals)
 
 
 def _off(first: Tensor, second: Tensor) -> float:
@@ -348,5 +350,5 @@ def _off(first: Tensor, second: Tensor) -> float:
 
 
 def _close(first: Tensor, second: Tensor) -> bool:
-    """Whether answers agree up to the rounding of another order of summation."""
+    """Whether logits agree up to rounding in another order of summation."""
     return _off(first, second) <= 8 * math.sqrt(torch.finfo(first.dtype).eps) * float(first.abs().max())

@@ -1,4 +1,4 @@
-"""A check-up before hours of work: can this model be pruned, and will an attack on it mean anything?"""
+"""Checks of a model before a long run: whether it can be pruned, and whether attacks on it are meaningful."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.channels import Channels
 from harp.errors import HarpError
-from harp.frozen import frozen
-from harp.units import Weights
+from harp.models.modes import evaluating
+from harp.pruning.channels import Channels
+from harp.pruning.units import Weights
 
 Verdict = Literal["good", "look", "bad"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: what was looked at, how it stands, and what to do."""
+    """The result of one check: its name, the verdict, and a text that says what to do."""
 
     check: str
     verdict: Verdict
@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Examination:
-    """All that was found."""
+    """The results of all checks."""
 
     layers: list[dict[str, Any]]
     left_out: dict[str, str]
@@ -37,7 +37,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether nothing is bad."""
+        """Whether no verdict is bad."""
         return all(finding.verdict != "bad" for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Examination:
 
 
 def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool = True) -> Examination:
-    """Examine a model on a batch of images, which should be in [0, 1]; following its channels may take a while."""
+    """Examine a model on a batch of images, which should be in [0, 1]; tracing its channels may take a while."""
     try:
         units = Weights(model)
         layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
@@ -57,26 +57,26 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool 
     except HarpError as error:
         layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))
     spaces, whole, second = _channels(model, images) if channels else ([], [], [])
-    with frozen(model, images, fast=False) as logits:
+    with evaluating(model):
         checks = [
             first,
             *second,
             inputs(images),
             normalisation(model),
-            answers(logits(images).detach(), labels),
-            determinism(logits, images),
-            gradients(logits, images, labels),
+            answers(model(images).detach(), labels),
+            determinism(model, images),
+            gradients(model, images, labels),
         ]
     return Examination(layers, left_out, checks, spaces, whole)
 
 
 def _channels(model: nn.Module, images: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[Finding]]:
-    """The channels that may be pruned and those that may not, and how that stands."""
+    """The channels that may be pruned, those that may not, and a finding about them."""
     try:
         units = Channels(model, images)
-    except Exception as error:  # the model is run on things that it was not made for: anything may happen in it
-        said = str(error) if isinstance(error, HarpError) else f"can't be followed: {type(error).__name__}: {error}"
-        return [], [], [Finding("channels", "look", " ".join(said.split()))]
+    except Exception as error:  # the trial cuts run a changed copy of the model, which may raise any error
+        text = str(error) if isinstance(error, HarpError) else f"can't be followed: {type(error).__name__}: {error}"
+        return [], [], [Finding("channels", "look", " ".join(text.split()))]
     matrices = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim > 1}
     spaces = []
     for number, space in enumerate(units.spaces):
@@ -115,7 +115,7 @@ def normalisation(model: nn.Module) -> Finding:
 
 
 def answers(outputs: Tensor, labels: Tensor) -> Finding:
-    """Whether a model's answers are finite logits that go with the labels."""
+    """Whether a model's outputs are finite logits that fit the labels."""
     if outputs.ndim != 2:
         return Finding(
             "logits", "bad", f"output has shape {tuple(outputs.shape)}: one row of logits an image is needed"
@@ -133,7 +133,7 @@ def answers(outputs: Tensor, labels: Tensor) -> Finding:
 
 
 def determinism(logits: Callable[[Tensor], Tensor], images: Tensor) -> Finding:
-    """Whether the same images give the same answers."""
+    """Whether the same images give the same logits."""
     if torch.equal(logits(images), logits(images)):
         return Finding("determinism", "good", "the same image gives the same logits")
     return Finding("determinism", "bad", "the same image gives other logits: attacks on a random model need averaging")
@@ -158,7 +158,7 @@ def gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor
 
 
 def graded(share: float, look: float, bad: float) -> Verdict:
-    """How a share stands that should be small."""
+    """The verdict on a share that should be small."""
     if share > bad:
         return "bad"
     return "look" if share > look else "good"

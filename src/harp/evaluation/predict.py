@@ -1,11 +1,11 @@
-"""What a network answers: images as it takes them, and the classes that it gives them."""
+"""Predictions of a network: images in the form that it takes, its logits and its classes."""
 
 import torch
 from torch import Tensor, nn
 
 from harp.attacks import logits
 from harp.errors import DataError
-from harp.frozen import frozen
+from harp.models.modes import evaluating
 
 
 def example_of(model: nn.Module, images: Tensor) -> Tensor:
@@ -14,7 +14,7 @@ def example_of(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def classes_of(model: nn.Module, images: Tensor, labels: Tensor, num_classes: int | None = None) -> int:
-    """The number of classes, once it is clear that the model, the images and the labels go together."""
+    """The number of classes, after a check that the model, the images and the labels fit together."""
     if len(images) == 0:
         raise DataError("there are no images to evaluate on")
     if labels.shape != images.shape[:1] or labels.is_floating_point():
@@ -24,8 +24,8 @@ def classes_of(model: nn.Module, images: Tensor, labels: Tensor, num_classes: in
     if not images.is_floating_point() and images.dtype != torch.uint8:
         raise DataError(f"images must be bytes or floating point numbers in [0, 1], not {images.dtype}")
     first = as_input(images[:1], example_of(model, images))
-    with torch.no_grad(), frozen(model, first, fast=False) as net:
-        width = logits(net, first).shape[1]
+    with torch.no_grad(), evaluating(model):
+        width = logits(model, first).shape[1]
     classes = num_classes or width
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= min(classes, width):
@@ -41,13 +41,13 @@ def as_input(images: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predicted(model: nn.Module, x: Tensor) -> Tensor:
-    """The classes that the model gives images. An answer that is not finite is of no class, -1, whatever its argmax."""
-    found = answer(model, x)
-    return torch.where(found.isfinite().all(1), found.argmax(1), -1)
+    """The classes that the model predicts; -1 where a logit is not finite, as its argmax means nothing then."""
+    out = answer(model, x)
+    return torch.where(out.isfinite().all(1), out.argmax(1), -1)
 
 
 @torch.no_grad()
 def answer(model: nn.Module, x: Tensor) -> Tensor:
-    """The logits that the plain model, in eval mode, gives images."""
-    with frozen(model, x, fast=False) as net:
-        return logits(net, x)
+    """The logits of the model in eval mode."""
+    with evaluating(model):
+        return logits(model, x)

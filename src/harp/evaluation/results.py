@@ -1,16 +1,16 @@
-"""The audit of a network: every number in a file of its own, measured once, and taken up where it was interrupted.
+"""The audit of a network: every number is measured once, written to a file of its own, and can be resumed.
 
-    FOLDER/<kind>-<name>-<hash>.json          what was found, and all it depends on
-    FOLDER/<kind>-<name>-<hash>.state.pt      an attack that was interrupted
-    FOLDER/<kind>-<name>-<hash>/*.safetensors the adversarial images, where they are wanted
+    FOLDER/<kind>-<name>-<hash>.json          the result, and all that it depends on
+    FOLDER/<kind>-<name>-<hash>.state.pt      the state of an attack that was interrupted
+    FOLDER/<kind>-<name>-<hash>/*.safetensors the adversarial images, if they are stored
 
-The hash is that of the network's weights, the data, the attack, the number of images and the seed: another network or
-another question never gets an old answer.
+The hash covers the network's weights, the data, the attack, the number of images and the seed, so another network or
+other settings never get an old result. `harp run` writes its results this way to the folders of its stages, and
+`harp evaluate` reads them from there (`Subject.measured`), and the other way round.
 """
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,37 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp import assess, contradictions, corruptions, evaluate, files, suspicion
-from harp.answers import answer, as_input, example_of, predicted
-from harp.assault import BATCH, Outcome, forget, seeded
-from harp.assess import Subject
 from harp.attacks import Apgd, Ball, Fmn, check_number
-from harp.checkpoint import fingerprint
-from harp.display import Quiet
-from harp.errors import DataError, Interrupted, ModelError
-from harp.keeper import Stop, insist
-from harp.processes.peers import Alone
-from harp.readable import readable
-from harp.seeds import derive
+from harp.data.decodable import readable
+from harp.errors import CheckpointError, DataError, Interrupted, ModelError
+from harp.evaluation import accuracy, consistency, corruptions, gradient_masking
+from harp.evaluation.accuracy import Subject
+from harp.evaluation.predict import answer, as_input, example_of, predicted
+from harp.evaluation.runner import BATCH, Outcome, forget, seeded
+from harp.evaluation.score import score, subset
+from harp.models.weights import fingerprint
+from harp.system import files
+from harp.system.distributed.peers import Alone
+from harp.system.interrupt import Stop, insist
+from harp.system.progress import Quiet
+from harp.system.seeds import derive
 
 CURVE = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)
-"""The radii of a security curve, as multiples of the one that the network was made for."""
+"""The radii of a security curve, as multiples of the radius that the network was trained for."""
 
 _CHECKED = 64  # images for the checks of the model itself
-_SHOWN = 24  # flipped images that are listed
-_PICTURES = 8
+_SHOWN = 24  # changed predictions that are listed
+_PICTURES = 8  # adversarial images that are kept for a report
 
 
 class Audit:
     """A subject's numbers on the test set.
 
     Arguments:
-        folder: takes the files; without one nothing is kept.
-        examples: images, drawn by the seed; default all.
+        folder: for the files; without one nothing is written.
+        examples: the number of images, drawn by the seed; default all.
         store: keep all adversarial images too.
-        witness: another network, which is shown what the attacks find; its answers are kept beside the subject's.
-        peers: the processes that share the work: all must ask the same questions, and all get the answers; the first
-            one writes them down.
+        witness: another network, which classifies the same adversarial images; its answers are kept beside the
+            subject's.
+        peers: the processes that share the work: all must call the same methods, and all get the results; the first
+            one writes them.
     """
 
     def __init__(
@@ -71,33 +74,39 @@ class Audit:
         self.display, self.stop, self.peers = display or Quiet(), stop or Stop(), peers or Alone()
         self.peers.listen(self.stop)
         test = subject.data.test
-        self.chosen = evaluate.subset(len(test), examples, seed)
+        self.chosen = subset(len(test), examples, seed)
         bar = self.display.counting("test images", len(self.chosen))
         self.test, positions = readable(test.select(self.chosen), self.display.count, bar=bar)
         self.chosen = self.chosen[positions]
         self.like = example_of(subject.model, self.test.images)
         self.network = fingerprint(subject.model)
-        self.identity = f"{self.network}/{subject.data.fingerprint()}/{examples}/{seed}/{batch}"
-        if witness is not None:
-            self.identity += f"/{fingerprint(witness)}"
+        # All images are asked for by None or by their number: files of either name hold the same result.
+        all_images = [None, len(test)] if examples is None or examples >= len(test) else []
+        data, by_witness = subject.data.fingerprint(), "" if witness is None else f"/{fingerprint(witness)}"
+        counts = dict.fromkeys([examples, *all_images])
+        self.identities = [f"{self.network}/{data}/{count}/{seed}/{batch}{by_witness}" for count in counts]
 
     def natural(self) -> dict[str, Any]:
         """Accuracy on the images as they are."""
-        found = self.under("natural", None)
-        wrong = torch.tensor([index for index, bit in enumerate(found["images"]) if bit == "0"], dtype=torch.long)
-        endless = int((self._predict(self.subject.model, self.test.select(wrong).images) < 0).sum())
-        if endless:
-            raise ModelError(f"the logits of {endless} of {found['n']} images are not finite: nothing can be measured")
-        return found
+        result = self.under("natural", None)
+        wrong = torch.tensor([index for index, bit in enumerate(result["images"]) if bit == "0"], dtype=torch.long)
+        not_finite = int((self._predict(self.subject.model, self.test.select(wrong).images) < 0).sum())
+        if not_finite:
+            raise ModelError(
+                f"the logits of {not_finite} of {result['n']} images are not finite: nothing can be measured"
+            )
+        return result
 
     def under(self, name: str, attack: Any) -> dict[str, Any]:
-        """Accuracy under an attack, with what each part of an ensemble did, and a few examples."""
-        return self._attacked("accuracy", name, attack, 0 if attack is None else _PICTURES)
+        """Accuracy under an attack, with the counts of each part of an ensemble, and a few examples."""
+        return self._accuracy("accuracy", name, attack, 0 if attack is None else _PICTURES)
 
-    def _attacked(self, kind: str, name: str, attack: Any, pictures: int) -> dict[str, Any]:
+    def _accuracy(self, kind: str, name: str, attack: Any, pictures: int) -> dict[str, Any]:
+        """Accuracy under an attack, from a file if it was measured before."""
+
         def measure(stem: Path | None) -> dict[str, Any]:
             with self.display.counting(f"test {name}", len(self.test)):
-                found, outcome = assess.measure(
+                result, outcome = accuracy.measure(
                     self.subject.model,
                     self.subject.data,
                     name,
@@ -114,43 +123,44 @@ class Audit:
                     peers=self.peers,
                 )
             if len(outcome.examples.get("index", ())):
-                self._once("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
+                self._cached("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
             if self.witness is not None:
-                found["witness"] = {"network": fingerprint(self.witness), "images": _bits(outcome.witnessed)}
-            return found | _circumstances(outcome)
+                result["witness"] = {"network": fingerprint(self.witness), "images": _bits(outcome.witnessed)}
+            return result | _details(outcome)
 
-        return self._once(kind, name, repr(attack), measure)
+        return self._cached(kind, name, repr(attack), measure)
 
     def worst(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Accuracy under all the attacks together: an image counts if none of them fooled it."""
-        held = [all(bits) for bits in zip(*([bit == "1" for bit in found["images"]] for found in results), strict=True)]
-        facts = {"kind": "accuracy", "name": "worst case", "of": [found["name"] for found in results]}
-        last = {**results[0], "attack": results[-1]["attack"]}
-        return self.counted(torch.tensor(held), last) | facts
+        flags = [[bit == "1" for bit in result["images"]] for result in results]
+        right = [all(of_image) for of_image in zip(*flags, strict=True)]
+        facts = {"kind": "accuracy", "name": "worst case", "of": [result["name"] for result in results]}
+        like = {**results[0], "attack": results[-1]["attack"]}
+        return self.counted(torch.tensor(right), like) | facts
 
     def counted(self, right: Tensor, like: Mapping[str, Any]) -> dict[str, Any]:
-        """The accuracy by which of the images are right, measured otherwise like another number."""
+        """The accuracy by flags of which images are right; the other fields come from the result `like`."""
         classes, balanced = self.subject.data.num_classes, self.subject.data.balanced
-        score = evaluate.score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
-        low, high = score.interval(balanced=balanced)
-        value = score.balanced_accuracy if balanced else score.accuracy
+        scored = score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
+        low, high = scored.interval(balanced=balanced)
+        value = scored.balanced_accuracy if balanced else scored.accuracy
         facts = {"name": like["name"], "attack": like["attack"], "network": self.network}
-        found = {**like, **score.as_dict(), **facts, "value": value, "low": low, "high": high, "images": _bits(right)}
-        return {key: item for key, item in found.items() if key not in ("parts", "during", "seconds", "witness")}
+        result = {**like, **scored.as_dict(), **facts, "value": value, "low": low, "high": high, "images": _bits(right)}
+        return {key: item for key, item in result.items() if key not in ("parts", "during", "seconds", "witness")}
 
     def curve(self, ball: Ball) -> dict[str, Any]:
-        """Accuracy over the radius of the ball; each radius is attacked for itself."""
-        names = [(scale * ball.epsilon, Apgd(scale * ball.epsilon, ball.norm, steps=50)) for scale in CURVE]
+        """Accuracy over the radius of the ball; each radius has an attack of its own."""
+        attacks = [(scale * ball.epsilon, Apgd(scale * ball.epsilon, ball.norm, steps=50)) for scale in CURVE]
         natural = self.natural()
         points = [{"epsilon": 0.0, **{key: natural[key] for key in ("value", "low", "high", "n")}}]
-        for epsilon, attack in names:
-            found = self._attacked("radius", f"{attack.name}-{epsilon:.4g}", attack, 0)
-            points.append({"epsilon": epsilon, **{key: found[key] for key in ("value", "low", "high", "n")}})
-        described = {"attack": names[0][1].name, "norm": ball.norm, "points": points}
-        return self._once("curve", names[0][1].name, repr(ball), lambda stem: described)
+        for epsilon, attack in attacks:
+            result = self._accuracy("radius", f"{attack.name}-{epsilon:.4g}", attack, 0)
+            points.append({"epsilon": epsilon, **{key: result[key] for key in ("value", "low", "high", "n")}})
+        curve = {"attack": attacks[0][1].name, "norm": ball.norm, "points": points}
+        return self._cached("curve", attacks[0][1].name, repr(ball), lambda stem: curve)
 
     def distances(self, norm: str) -> dict[str, Any]:
-        """How far the nearest adversarial image is that a minimum-norm attack finds."""
+        """The distance to the nearest adversarial image that a minimum-norm attack finds."""
         attack = Fmn(norm=norm)
 
         def measure(stem: Path | None) -> dict[str, Any]:
@@ -163,12 +173,12 @@ class Audit:
                         values[start] = attack.distances(self.subject.model, x, y).cpu()
                     self._count(start + len(y), len(self.test), attack.name)
                 self.peers.meet(self._stop_if_asked)
-            parts = {start: part for each in self.peers.gather(values) for start, part in each.items()}
-            found = torch.cat([parts[start] for start in sorted(parts)])
-            listed = [None if value == float("inf") else value for value in found.tolist()]
-            return {"attack": attack.name, "norm": norm, "median": float(found.median()), "values": listed}
+            parts = {start: part for process in self.peers.gather(values) for start, part in process.items()}
+            distances = torch.cat([parts[start] for start in sorted(parts)])
+            listed = [None if value == float("inf") else value for value in distances.tolist()]
+            return {"attack": attack.name, "norm": norm, "median": float(distances.median()), "values": listed}
 
-        return self._once("distances", attack.name, repr(attack), measure)
+        return self._cached("distances", attack.name, repr(attack), measure)
 
     def corruptions(self) -> dict[str, Any]:
         """Accuracy on corrupted images."""
@@ -184,21 +194,21 @@ class Audit:
                     progress=self._count,
                 )
 
-        return self._once("corruptions", "all", "", self._by_one(measure))
+        return self._cached("corruptions", "all", "", self._on_first(measure))
 
     def flips(self, dense: nn.Module) -> dict[str, Any]:
-        """Which predictions pruning has changed."""
+        """The predictions that pruning has changed."""
 
         def measure(stem: Path | None) -> dict[str, Any]:
             before, after, y = self._predict(dense), self._predict(self.subject.model), self.test.labels.cpu()
-            was, is_ = before == y, after == y
+            right_before, right_after = before == y, after == y
             changed = (before != after).nonzero().flatten()
             listed = changed[:_SHOWN].tolist()
             return {
-                "both_right": int((was & is_).sum()),
-                "lost": int((was & ~is_).sum()),
-                "won": int((~was & is_).sum()),
-                "both_wrong": int((~was & ~is_).sum()),
+                "both_right": int((right_before & right_after).sum()),
+                "lost": int((right_before & ~right_after).sum()),
+                "won": int((~right_before & right_after).sum()),
+                "both_wrong": int((~right_before & ~right_after).sum()),
                 "changed": len(changed),
                 "examples": [
                     {"index": int(self.chosen[i]), "label": int(y[i]), "dense": int(before[i]), "pruned": int(after[i])}
@@ -206,55 +216,52 @@ class Audit:
                 ],
             }
 
-        return self._once("flips", "dense", fingerprint(dense), self._by_one(measure))
+        return self._cached("flips", "dense", fingerprint(dense), self._on_first(measure))
 
     def agreement(self, other: nn.Module) -> dict[str, Any]:
-        """How far the answers of another network are from these, on the images as they are."""
+        """How far the logits of another network are from the subject's, on clean images."""
 
         def measure(stem: Path | None) -> dict[str, Any]:
             with self.display.counting("agreement", 2 * len(self.test)):
-                mine, theirs = self._answers(self.subject.model, 0), self._answers(other, len(self.test))
-            if mine.shape != theirs.shape:
-                raise ModelError(f"{mine.shape[1]} classes can't be compared with {theirs.shape[1]}")
-            off, reach = float((mine - theirs).abs().max()), float(theirs.abs().max())
+                own, others = self._logits(self.subject.model, 0), self._logits(other, len(self.test))
+            if own.shape != others.shape:
+                raise ModelError(f"{own.shape[1]} classes can't be compared with {others.shape[1]}")
+            difference, largest = float((own - others).abs().max()), float(others.abs().max())
             return {
-                "agree": int((mine.argmax(1) == theirs.argmax(1)).sum()),
-                "right": int((mine.argmax(1) == self.test.labels.cpu()).sum()),
-                "right_other": int((theirs.argmax(1) == self.test.labels.cpu()).sum()),
-                "difference": off,  # the largest of any logit
-                "relative": off / reach if reach else off,  # to the largest logit
+                "agree": int((own.argmax(1) == others.argmax(1)).sum()),
+                "right": int((own.argmax(1) == self.test.labels.cpu()).sum()),
+                "right_other": int((others.argmax(1) == self.test.labels.cpu()).sum()),
+                "difference": difference,  # the largest of any logit
+                "relative": difference / largest if largest else difference,  # to the largest logit
             }
 
-        return self._once("agreement", "answers", fingerprint(other), self._by_one(measure))
+        return self._cached("agreement", "answers", fingerprint(other), self._on_first(measure))
 
     def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Signs of false robustness: in the model, and in the numbers measured so far."""
 
         def measure(stem: Path | None) -> dict[str, Any]:
-            some = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
-            images = as_input(some.images[:], self.like)
-            labels = some.labels.to(self.like.device)
+            sample = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
+            images = as_input(sample.images[:], self.like)
+            labels = sample.labels.to(self.like.device)
             findings = [
-                *suspicion.inspect(self.subject.model, images, labels, ball, seed=self.seed),
-                *contradictions.review(results),
+                *gradient_masking.inspect(self.subject.model, images, labels, ball, seed=self.seed),
+                *consistency.review(results),
             ]
             return {"findings": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings]}
 
-        shown = "/".join(f"{found['name']}={found.get('value')}" for found in results if "name" in found)
-        return self._once("checks", "robustness", f"{ball!r}/{shown}", self._by_one(measure))
+        values = "/".join(f"{result['name']}={result.get('value')}" for result in results if "name" in result)
+        return self._cached("checks", "robustness", f"{ball!r}/{values}", self._on_first(measure))
 
-    def _once(
+    def _cached(
         self, kind: str, name: str, conditions: str, measure: Callable[[Path | None], dict[str, Any]]
     ) -> dict[str, Any]:
-        """What the file says, or what is measured now and put there."""
-        digest = hashlib.sha256(f"{self.identity}/{kind}/{name}/{conditions}".encode()).hexdigest()[:10]
-        words = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
-        stem = None if self.folder is None else self.folder / f"{kind}-{words}-{digest}"
-        path = None if stem is None else stem.with_name(f"{stem.name}.json")
-        known = self.peers.first(_read(path) if path is not None and path.exists() else None)
-        if known is not None:
-            self._tidy(stem)  # a kill may have come between the result and this
-            return known
+        """The result in the file of this measurement; if there is none, measure now and write the file."""
+        stem = None if self.folder is None else self.folder / self._names(kind, name, conditions)[0]
+        saved = self.peers.first(self._read_saved(kind, name, conditions))
+        if saved is not None:
+            self._remove_state(stem)  # the process may have been killed after it wrote the result
+            return saved
         source = self.subject.data
         facts = {
             "network": self.network,
@@ -263,29 +270,52 @@ class Audit:
             "seed": self.seed,
             "n": len(self.test),
         }
-        found = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
-        if path is not None and self.peers.rank == 0:
-            insist(lambda: files.write_json(path, found), stop=self.stop)
-        self._tidy(stem)
-        return found
+        result = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
+        self._write(stem, result)
+        self._remove_state(stem)
+        return result
 
-    def _tidy(self, stem: Path | None) -> None:
-        """Remove the state of an attack, whose result is written."""
+    def _names(self, kind: str, name: str, conditions: str) -> list[str]:
+        """The file names, without suffix, that a result may have; new files get the first one."""
+        words = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in name)
+        texts = (f"{identity}/{kind}/{name}/{conditions}" for identity in self.identities)
+        return [f"{kind}-{words}-{hashlib.sha256(text.encode()).hexdigest()[:10]}" for text in texts]
+
+    def _read_saved(self, kind: str, name: str, conditions: str) -> dict[str, Any] | None:
+        """The result of an earlier measurement. One from another folder is copied here, with its pictures."""
+        names = self._names(kind, name, conditions)
+        elsewhere = () if self.store else self.subject.measured  # other folders may lack the images to store
+        folders = (*([] if self.folder is None else [self.folder]), *elsewhere)
+        path = next((file for where in folders for stem in names if (file := where / f"{stem}.json").is_file()), None)
+        saved = None if path is None else _read(path)
+        if path is not None and saved is not None and path.parent != self.folder:
+            if kind == "accuracy":
+                self.display.note(f"{name}: measured before, taken from {path}")
+                self._read_saved("examples", name, conditions)
+            self._write(None if self.folder is None else self.folder / names[0], saved)
+        return saved
+
+    def _write(self, stem: Path | None, result: dict[str, Any]) -> None:
+        if stem is not None and self.peers.rank == 0:
+            insist(lambda: files.write_json(stem.with_name(f"{stem.name}.json"), result), stop=self.stop)
+
+    def _remove_state(self, stem: Path | None) -> None:
+        """Remove the state of an attack whose result is written."""
         if stem is not None and self.peers.rank == 0:
             forget(_state(stem))
 
-    def _by_one(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
-        """What is too short to be shared is done by the first process, and the others wait."""
+    def _on_first(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
+        """Let the first process measure while the others wait: for work that is too short to share."""
 
-        def first(stem: Path | None) -> dict[str, Any]:
-            found = measure(stem) if self.peers.rank == 0 else {}
+        def measure_on_first(stem: Path | None) -> dict[str, Any]:
+            result = measure(stem) if self.peers.rank == 0 else {}
             self.peers.meet(self._stop_if_asked)
-            return self.peers.first(found)
+            return self.peers.first(result)
 
-        return first
+        return measure_on_first
 
     def _count(self, done: float, total: int, text: str = "") -> None:
-        """Show how far it is, and stop if somebody asks for that."""
+        """Show the progress, and stop if a stop was requested."""
         self.display.count(done, total, text)
         self._stop_if_asked()
 
@@ -309,13 +339,13 @@ class Audit:
         facts = {"attack": name, "epsilon": getattr(attack, "epsilon", None)}
         return {**facts, "shape": list(examples["image"].shape[1:]), "items": items}
 
-    def _answers(self, model: nn.Module, before: int) -> Tensor:
-        """The logits of all images; `before` so many answers were counted already."""
-        like, found = example_of(model, self.test.images), []
+    def _logits(self, model: nn.Module, done: int) -> Tensor:
+        """The logits of all images; the display has counted `done` images before."""
+        like, batches = example_of(model, self.test.images), []
         for start in range(0, len(self.test), self.batch):
-            found.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
-            self._count(before + start + len(found[-1]), 2 * len(self.test), "agreement")
-        return torch.cat(found)
+            batches.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
+            self._count(done + start + len(batches[-1]), 2 * len(self.test), "agreement")
+        return torch.cat(batches)
 
     def _predict(self, model: nn.Module, images: Tensor | None = None) -> Tensor:
         images = self.test.images if images is None else images
@@ -324,14 +354,14 @@ class Audit:
         return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
-def _circumstances(outcome: Outcome) -> dict[str, Any]:
-    """What is worth knowing beside the number."""
-    found: dict[str, Any] = {"images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
+def _details(outcome: Outcome) -> dict[str, Any]:
+    """The details of an attack that are kept beside its accuracy."""
+    details: dict[str, Any] = {"images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
     if outcome.parts:
-        found["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
+        details["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
     if not torch.equal(outcome.right, outcome.during):
-        found["during"] = float(outcome.during.float().mean())
-    return found
+        details["during"] = float(outcome.during.float().mean())
+    return details
 
 
 def _state(stem: Path) -> Path:
@@ -340,10 +370,9 @@ def _state(stem: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        return files.read_json(path)
+    except CheckpointError as error:
         raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
-    return found
 
 
 def _bits(right: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Accuracy, clean and under attack: numbers that carry what they depend on."""
+"""Accuracy, clean and under attack, as results that name all they depend on."""
 
 import math
 import platform
@@ -10,18 +10,29 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp.answers import classes_of
-from harp.assault import BATCH, Assault
 from harp.attacks import Attack, check_number
-from harp.confidence import wilson
-from harp.processes.peers import Alone
+from harp.evaluation.confidence import wilson
+from harp.evaluation.predict import classes_of
+from harp.evaluation.runner import BATCH, Assault
+from harp.system.distributed.peers import Alone
 
 _Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
 
 
 @dataclass(frozen=True)
 class Score:
-    """How many images of each class were classified correctly, and by what protocol that was found."""
+    """How many images of each class are classified correctly, and the protocol of the measurement.
+
+    Arguments:
+        name: of the attack, or "clean".
+        correct: images classified correctly, one number for each class.
+        totals: all images, one number for each class.
+        protocol: the attack and the other settings that the numbers depend on.
+
+    Example:
+        score = harp.accuracy(model, images, labels)
+        print(score.accuracy, score.interval(), score.per_class)
+    """
 
     name: str
     correct: tuple[int, ...]
@@ -35,18 +46,18 @@ class Score:
 
     @property
     def accuracy(self) -> float:
-        """The share of images that were classified correctly."""
+        """The share of images that are classified correctly."""
         return sum(self.correct) / self.n
 
     @property
     def per_class(self) -> tuple[float, ...]:
-        """The share of each class; not a number for a class without images."""
+        """The accuracy of each class; NaN for a class without images."""
         pairs = zip(self.correct, self.totals, strict=True)
         return tuple(right / total if total else math.nan for right, total in pairs)
 
     @property
     def balanced_accuracy(self) -> float:
-        """The mean share over the classes that have images, each class counting the same."""
+        """The mean of the classes' accuracies, over the classes that have images."""
         shares = [share for share, total in zip(self.per_class, self.totals, strict=True) if total]
         return sum(shares) / len(shares)
 
@@ -65,7 +76,7 @@ class Score:
         return wilson(self.accuracy, self.n)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for a report or a file."""
+        """The score as plain values, for a report or a file."""
         return {
             "name": self.name,
             "n": self.n,
@@ -98,10 +109,25 @@ def accuracy(
 ) -> Score:
     """The accuracy on images (floating point in [0, 1], or bytes) as they are, or after an attack.
 
-    What the attack returns is classified by the plain model in eval mode, in a pass of its own. The model's modes
-    are restored and its buffers not touched. The random numbers of a batch follow from the seed and the batch's
-    index alone, and the caller's random state is left as it was. `progress(done, all)` is called after each batch.
-    `peers` are the processes that share the work: all of them must call this, and all get the whole score.
+    The plain model in eval mode classifies the attacked images in a pass of its own. The model's modes are restored
+    and its buffers are not changed. The random numbers of a batch depend on the seed and the batch's index only, and
+    the caller's random state is restored. `progress(done, all)` is called after each batch. `peers` are the processes
+    that share the work: all of them must call this, and all get the whole score.
+
+    Arguments:
+        model: maps images in [0, 1] to logits.
+        images: floating point in [0, 1], or bytes.
+        labels: one integer for each image.
+        attack: such as `harp.Pgd()`; None: the images as they are.
+        batch: the number of images in a batch.
+        seed: of the attack.
+        num_classes: by default the number of logits.
+        progress: called with the number of images done and the number of all images.
+        peers: the processes that share the work.
+
+    Example:
+        score = harp.accuracy(model, images, labels, attack=harp.Pgd(steps=20))
+        print(score.accuracy, score.interval())
     """
     classes = classes_of(model, images, labels, num_classes)
 
@@ -109,13 +135,14 @@ def accuracy(
         if progress is not None:
             progress(int(done), total)
 
-    how: dict[str, Any] = {"batch": batch, "seed": seed, "progress": show, "peers": peers}
-    assault = Assault(model, images, labels, attack, classes=classes, **how)
+    assault = Assault(
+        model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show, peers=peers
+    )
     return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)
 
 
 def score(right: Tensor, labels: Tensor, attack: Attack | None, *, classes: int, batch: int, seed: int) -> Score:
-    """The accuracy by which images are right."""
+    """The score by flags of which images are right."""
     true = labels.cpu().long()
     return Score(
         "clean" if attack is None else getattr(attack, "name", type(attack).__name__),
@@ -126,7 +153,7 @@ def score(right: Tensor, labels: Tensor, attack: Attack | None, *, classes: int,
 
 
 def subset(n_total: int, examples: int | None, seed: int) -> Tensor:
-    """The indices of `examples` images out of `n_total`, drawn by the seed and sorted; all, if there are no more."""
+    """The sorted indices of `examples` images out of `n_total`, drawn by the seed; all if there are not more."""
     if examples is None or examples >= n_total:
         return torch.arange(n_total)
     check_number("examples", examples, whole=True, least=1)
@@ -139,3 +166,12 @@ def described(attack: Attack | None) -> dict[str, Any] | None:
         return None
     names: list[str] = [item.name for item in fields(attack)] if is_dataclass(attack) else []
     return {"type": type(attack).__name__, **{name: getattr(attack, name) for name in names}}
+
+
+def epsilon_text(result: Mapping[str, Any]) -> str:
+    """The epsilon of a result as text, in 255ths if that is a whole number."""
+    epsilon = (result.get("attack") or {}).get("epsilon")
+    if epsilon is None:
+        return "–"
+    levels = epsilon * 255
+    return f"{round(levels)}/255" if abs(levels - round(levels)) < 1e-6 else f"{epsilon:.4g}"

@@ -6,18 +6,19 @@ slim.json           what was cut out: with it, the architecture takes the small 
 """
 
 import inspect
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from harp import checkpoint, files, masks
-from harp.channels import Cut, attention, rebuild
-from harp.errors import BudgetError, CheckpointError
-from harp.masks import Masks
-from harp.units import Units, exact
+from harp.errors import BudgetError
+from harp.models.weights import load_weights, save_model
+from harp.pruning import masks
+from harp.pruning.channels import Cut, attention, rebuild
+from harp.pruning.masks import Masks
+from harp.pruning.units import Units, exact
+from harp.system import files
 
 SLIM = "slim.json"
 
@@ -48,7 +49,7 @@ def save(
         masks.save(folder / "masks.safetensors", answer)
     if cut is not None:
         files.write_json(folder / SLIM, cut.as_dict())
-    checkpoint.save_model(folder / "model.safetensors", model)
+    save_model(folder / "model.safetensors", model)
 
 
 def load(folder: Path, model: nn.Module) -> None:
@@ -56,12 +57,12 @@ def load(folder: Path, model: nn.Module) -> None:
     cut = cut_of(folder)
     if cut is not None:
         cut.apply(model)
-    checkpoint.load_weights(model, folder / "model.safetensors")
+    load_weights(model, folder / "model.safetensors")
 
 
 def export(folder: Path, model: nn.Module, cut: Cut) -> None:
     """Write a smaller network with all that it takes to load it elsewhere, without this package."""
-    checkpoint.save_model(folder / "model.safetensors", model)
+    save_model(folder / "model.safetensors", model)
     files.write_json(folder / SLIM, cut.as_dict())
     for source in (rebuild, attention) if cut.swapped else (rebuild,):
         files.write_text(folder / f"{source.__name__.rpartition('.')[2]}.py", inspect.getsource(source))
@@ -70,13 +71,7 @@ def export(folder: Path, model: nn.Module, cut: Cut) -> None:
 def cut_of(folder: Path) -> Cut | None:
     """What was cut out of a folder's network; None if nothing was."""
     path = folder / SLIM
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {files.reason(error)}") from error
-    return Cut.from_dict(content)
+    return Cut.from_dict(files.read_json(path)) if path.is_file() else None
 
 
 def widened(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

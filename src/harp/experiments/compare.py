@@ -15,16 +15,22 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from harp import __version__, assess, data, files, folders, narrow, parallel, picture, pipeline, standings, summary
-from harp.display import Quiet
+from harp import __version__
+from harp.data import registry
 from harp.errors import RecipeError
-from harp.keeper import Stop
-from harp.launchers import command, local
-from harp.launchers.jobs import Job
-from harp.processes import engine
-from harp.pruners import PRUNERS
-from harp.recipe import Recipe, Stage, parse
-from harp.study import DENSE, SMALL, Method, Study, slug
+from harp.evaluation import score
+from harp.experiments import build, dense_baseline, pool, run_folder, table
+from harp.experiments import run_names as folders
+from harp.experiments import stages as pipeline
+from harp.experiments.recipe import Recipe, Stage, parse
+from harp.experiments.slurm import command, local
+from harp.experiments.slurm.jobs import Job
+from harp.experiments.study import DENSE, SMALL, Method, Study, slug
+from harp.pruning.methods import PRUNERS
+from harp.system import files
+from harp.system.distributed import fabric
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,10 @@ class Entry:
 
     def _holds(self, folder: Path) -> bool:
         recipe = folder / "recipe.yaml"
-        return (folder / "summary.json").exists() and recipe.read_text("utf-8") == self.recipe.to_yaml()
+        if not (folder / "summary.json").exists():
+            return False
+        same = recipe.is_file() and recipe.read_text("utf-8", "replace") == self.recipe.to_yaml()
+        return same or not run_folder.content_of(folder)  # another one may be there, but no damaged one
 
     def dense(self) -> list[Stage]:
         """Its stages before anything is pruned."""
@@ -91,17 +100,17 @@ class Comparison:
             raise RecipeError(
                 "units.budget is latency, which every run would measure anew: compare under flops or macs"
             )
-        self.attack = assess.attack_of(study.rank_by, assess.threat(base))[0]
+        self.attack = build.attack_of(study.rank_by, build.threat(base))[0]
         self.protocol = pipeline.PROTOCOLS[study.protocol]
         self.content = base.model_dump(mode="json", exclude_defaults=True)
         self.parts = pipeline.parts(self.content["stages"])
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
             raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
-        self.data = data.load(base.data.name, data_dir, display=self.display, **base.data.loading())
-        self.units = assess.units_of(base.units, assess.build(base.model, self.data, base.model.weights), self.data)
+        self.data = registry.load(base.data.name, data_dir, display=self.display, **base.data.loading())
+        self.units = build.units_of(base.units, build.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
         self.contents = folders.contents(base, self.data)
-        self.precisions = engine.possible(base.precision) if elsewhere else (engine.resolve(base.precision),)
+        self.precisions = fabric.possible(base.precision) if elsewhere else (fabric.resolve(base.precision),)
         self.entries = self._entries()
         text = json.dumps([(entry.folders[0].name, entry.recipe.to_yaml()) for entry in self.entries])
         self.folder = root / f"compare-{study.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -138,12 +147,13 @@ class Comparison:
         """The stages and the model of a method at a budget, checked as far as that is possible without training."""
         total = self.units.total(keep)
         if method.name == SMALL:
-            return self.parts.dense(), narrow.part(self.study.recipe, narrow.width(self.study.recipe, self.data, total))
+            return self.parts.dense(), dense_baseline.part(
+                self.study.recipe, dense_baseline.width(self.study.recipe, self.data, total)
+            )
         pruner, kind = method.pruner(keep), PRUNERS[method.name]
         kind(self.units, **{key: value for key, value in pruner.items() if key != "name"})
         stages = self.protocol.stages(pruner, *self.parts, self.content.get("objective"))
-        if not kind.from_scratch and kind.passes is None and not stages[-2]["epochs"]:
-            raise RecipeError(f"{method.label} learns what to prune, but the recipe's stage for that has 0 epochs")
+        pipeline.check_learns(method.label, method.name, stages)
         return stages, self.content["model"]
 
     def _entry(
@@ -160,7 +170,7 @@ class Comparison:
         return Entry(f"{name}-seed{seed}", label, keep, made, places)
 
     def execute(
-        self, jobs: int = 1, start: parallel.Start | None = None, *, devices: int = 1, stop: Stop | None = None
+        self, jobs: int = 1, start: pool.Start | None = None, *, devices: int = 1, stop: Stop | None = None
     ) -> dict[str, Any]:
         """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that.
 
@@ -171,7 +181,7 @@ class Comparison:
         entries = {entry.name: entry for entry in self.entries}
         self.write_recipes()
 
-        def harp_run(name: str) -> parallel.Process:
+        def harp_run(name: str) -> pool.Process:
             recipe, log = self._recipe(entries[name]), self._log(entries[name])
             left = math.inf if stop is None else max(1.0, stop.left())
             return local.start(
@@ -185,8 +195,8 @@ class Comparison:
                 minutes=left / 60 if left < math.inf else None,
             )
 
-        tasks = [parallel.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
-        failed = parallel.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
+        tasks = [pool.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
+        failed = pool.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
         return self.collect(failed)
 
     def jobs(self, devices: int = 1) -> list[Job]:
@@ -233,18 +243,19 @@ class Comparison:
             lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
             said = [line.strip() for line in lines if line.strip()]
             return facts | {"failed": said[-1] if said else failure}
-        known = _json(entry.folder / "summary.json")
-        numbers = {name: _json(entry.folder / "results" / f"{name}.json") for name in ("natural", self.attack)}
-        seconds = [_json(self.root / stage / "stage.json")["seconds"] for stage in known["stages"]]
+        run = run_folder.read(entry.folder)
+        known, natural, robust = run.summary, run.result("natural"), run.result(self.attack)
+        # Whoever moves runs without their stages loses the time that those took.
+        seconds = [(stage.facts or {}).get("seconds") or 0.0 for stage in run.stages]
         return facts | {
             "recipe": known["recipe"],
-            "kept": known["budget"]["kept"] if "budget" in known else sum(each["kept"] for each in known["layers"]),
-            "natural": numbers["natural"]["value"],
-            "robust": numbers[self.attack]["value"],
+            "kept": run_folder.budget_of(known)["kept"],
+            "natural": natural["value"],
+            "robust": robust["value"],
             "seconds": sum(seconds[entry.shared() :]),
-            "epsilon": summary.epsilon_text(numbers[self.attack]),
-            "dense": {result["name"]: result["value"] for result in known["dense"]},
-            "versions": numbers["natural"]["versions"],
+            "epsilon": score.epsilon_text(robust),
+            "dense": {result["name"]: result["value"] for result in known.get("dense", ())},
+            "versions": natural.get("versions", {}),
             "at_chance": known.get("at_chance", False),
             "budget_met": known.get("budget_met", True),
             "warnings": known.get("warnings", []),
@@ -254,7 +265,7 @@ class Comparison:
         """Write the tables and the picture of what the runs came to."""
         if self.study.recipe.model.weights is not None and not self.parts.pretrain:
             records = [*self._given(records), *records]
-        found = standings.rows(records)
+        found = table.rows(records)
         epsilon = next((record["epsilon"] for record in records if record["failed"] is None), "–")
         title = self.attack if epsilon == "–" else f"{self.attack}, ε {epsilon}"
         outcome: dict[str, Any] = {
@@ -276,7 +287,7 @@ class Comparison:
             "runs": records,
         }
         files.write_json(self.folder / "results.json", outcome)
-        files.write_text(self.folder / "table.md", standings.markdown(outcome))
+        files.write_text(self.folder / "table.md", table.markdown(outcome))
         return outcome
 
     def _given(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -293,16 +304,3 @@ class Comparison:
             }
             for seed, record in before.items()
         ]
-
-    def draw(self, outcome: dict[str, Any]) -> list[Path]:
-        """Draw accuracy over sparsity; needs matplotlib."""
-        paths = [self.folder / f"robust.{suffix}" for suffix in ("png", "svg")]
-        for path in paths:
-            title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
-            picture.draw_comparison(path, title, outcome["rows"], outcome["attack"], outcome["unit"])
-        return paths
-
-
-def _json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return content

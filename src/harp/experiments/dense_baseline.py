@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from harp import assess, data
+from harp.data import registry
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.recipe import Model, Recipe
+from harp.experiments import build
+from harp.experiments.recipe import Model, Recipe
 
 STEPS = 4096  # widths are multiples of 1 / STEPS: finer than a channel of the networks here
 
 
-def width(made: Recipe, source: data.DataSet, total: int) -> float:
+def width(made: Recipe, source: registry.DataSet, total: int) -> float:
     """The width at which the recipe's model costs as much as possible, but at most `total`."""
     try:
         least = size(made, source, 1 / STEPS)
@@ -28,10 +29,10 @@ def width(made: Recipe, source: data.DataSet, total: int) -> float:
     return low / STEPS
 
 
-def size(made: Recipe, source: data.DataSet, at: float) -> int:
+def size(made: Recipe, source: registry.DataSet, at: float) -> int:
     """What the recipe's budget counts of its model at a width: its prunable weights, or its FLOPs."""
-    model = assess.build(Model.model_validate(part(made, at)), source, None)
-    return assess.size_of(made.units, model, source)
+    model = build.build(Model.model_validate(part(made, at)), source, None)
+    return build.size_of(made.units, model, source)
 
 
 def part(made: Recipe, at: float) -> dict[str, Any]:

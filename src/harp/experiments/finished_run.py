@@ -1,43 +1,51 @@
 """A finished run read back from its folder: its recipe, its numbers, and its weights under their masks."""
 
-import json
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harp import artefact, checkpoint, masks, recipe
-from harp.data import DATASETS
+from harp.data.registry import DATASETS, facts
 from harp.errors import CheckpointError, RecipeError
-from harp.files import reason
-from harp.recipe import Recipe, Stage
-
-IMAGES = {
-    "fashion": ((1, 28, 28), 1_000),
-    "digits": ((1, 8, 8), 500),
-    "cifar10": ((3, 32, 32), 10_000),
-    "cifar100": ((3, 32, 32), 10_000),
-    "svhn": ((3, 32, 32), 26_032),
-    "fashion-mnist": ((1, 28, 28), 10_000),
-    "mnist": ((1, 28, 28), 10_000),
-    "imagenet": ((3, 224, 224), 50_000),
-    "tiny-imagenet": ((3, 64, 64), 10_000),
-}
-"""The image shape (channels, height, width), unless a recipe gives a size, and the number of test images."""
+from harp.experiments import artefact, run_folder
+from harp.experiments.recipe import Stage
+from harp.experiments.run_folder import RunFolder
+from harp.pruning import masks
+from harp.pruning.channels import Cut
+from harp.pruning.masks import Masks
+from harp.system.tensors import load_tensors
 
 
 @dataclass(frozen=True)
-class Finished:
+class Network:
+    """A run's network, rebuilt."""
+
+    architecture: nn.Module  # before any cut, not trained
+    model: nn.Module  # as the run left it, in eval mode
+    shape: tuple[int, int, int]  # of an image
+    cut: Cut | None  # what the run cut out of the architecture
+    masks: Masks  # which single weights are kept; none if channels were cut out
+
+
+@dataclass(frozen=True)
+class Finished(RunFolder):
     """What a run left."""
 
-    folder: Path
-    recipe: Recipe
-    summary: Mapping[str, Any]
-    evaluation: tuple[Mapping[str, Any], ...]  # what was measured later, one file each
+    @cached_property
+    def own(self) -> list[Mapping[str, Any]]:
+        """What was measured later of this network on its own data, and not of other weights or on other data."""
+        data, network = self.summary["results"][0].get("data"), self.summary.get("network")
+        return [  # what does not say is taken for that
+            found
+            for found in self.evaluation.values()
+            if found.get("data") in (data, None) and (network is None or found.get("network") in (network, None))
+        ]
 
     @property
     def results(self) -> list[Mapping[str, Any]]:
@@ -46,7 +54,7 @@ class Finished:
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """What was measured later, of one kind."""
-        return [found for found in self.evaluation if found["kind"] == kind]
+        return [found for found in self.own if found.get("kind") == kind]
 
     @property
     def warnings(self) -> list[str]:
@@ -76,9 +84,7 @@ class Finished:
 
     @property
     def _budget(self) -> Mapping[str, Any]:
-        layers = self.summary["layers"]
-        weights = {key: sum(int(layer[key]) for layer in layers) for key in ("size", "kept")}
-        return {"unit": "weights", **weights, **self.summary.get("budget", {})}
+        return run_folder.budget_of(self.summary)
 
     @property
     def data(self) -> str:
@@ -93,28 +99,38 @@ class Finished:
     @property
     def class_names(self) -> tuple[str, ...]:
         """What the classes are called; numbers where nobody says."""
-        told = [found["classes"] for found in self.evaluation if found.get("classes")]
+        told = [found["classes"] for found in self.own if found.get("classes")]
         names = getattr(DATASETS.get(self.recipe.data.name), "classes", ()) or (told[0] if told else ())
         return tuple(map(str, names if len(names) == self.classes else range(self.classes)))
 
     @property
     def shape(self) -> tuple[int, int, int] | None:
         """The shape of an image (channels, height, width), where the data set or an example says it."""
-        if self.data in IMAGES:
-            channels, height, width = IMAGES[self.data][0]
-            size = self.recipe.data.size
-            return (channels, height, width) if size is None else (channels, size, size)
+        known, size = facts(self.data), self.recipe.data.size
+        if known is not None:
+            return known.shape if size is None else (known.shape[0], size, size)
         told = [found["shape"] for found in self.of_kind("examples") if len(found.get("shape", ())) == 3]
         return (int(told[0][0]), int(told[0][1]), int(told[0][2])) if told else None
 
-    def stages(self) -> list[dict[str, Any]]:
-        """What each stage wrote of itself; none for a run that was moved away from its stages."""
-        paths = [self.folder.parent / str(name) / "stage.json" for name in self.summary.get("stages") or ()]
-        return [_json(path) for path in paths if path.is_file()]
+    def network(
+        self,
+        shape: tuple[int, int, int] | None = None,
+        classes: int | None = None,
+        remedy: str = "add --shape, like 3x32x32",
+    ) -> Network:
+        """The network, rebuilt for its own images or those of another shape and number of classes."""
+        shape = shape or self.shape
+        if shape is None:
+            raise RecipeError(f"{self.folder} does not say the shape of its images: {remedy}")
+        architecture = self.recipe.model.build(classes or self.classes, shape).eval()
+        model, cut = copy.deepcopy(architecture), artefact.cut_of(self.folder)
+        artefact.load(self.folder, model)
+        path = self.folder / "masks.safetensors"
+        return Network(architecture, model, shape, cut, masks.load(path) if cut is None and path.is_file() else {})
 
     def state(self) -> dict[str, Tensor]:
         """The network's tensors, dense, with what the masks exclude at zero."""
-        tensors, _ = checkpoint.load_tensors(self.folder / "model.safetensors")
+        tensors, _ = load_tensors(self.folder / "model.safetensors")
         tensors = artefact.widened(self.folder, tensors)
         found = masks.load(self.folder / "masks.safetensors") if self.pruning else {}
         for name, mask in found.items():
@@ -132,26 +148,7 @@ def read(folder: str | Path) -> Finished:
 
     A folder that is not whole is refused.
     """
-    path = Path(folder)
-    if not (path / "recipe.yaml").is_file():
-        raise RecipeError(f"{folder} is no run: there is no recipe.yaml in it (give a folder that `harp run` made)")
-    made = recipe.load(path / "recipe.yaml")
-    pruned = any(stage.pruner["name"] != "dense" for stage in made.stages)
-    for name in ("summary.json", "model.safetensors", *(["masks.safetensors"] if pruned else [])):
-        if not (path / name).is_file():
-            raise RecipeError(f"{folder} is not finished: there is no {name} in it (`harp run` again to finish it)")
-    summary = _json(path / "summary.json")
-    _check_summary(path / "summary.json", summary)
-    later = [_measured(file) for file in sorted((path / "evaluation").glob("*.json"))]
-    own = summary["results"][0].get("data")
-    # Other data than its own, or other weights, may have been evaluated: not what a reader takes the numbers for.
-    mine = [found for found in later if found.get("data", own) in (own, None) and _same_network(found, summary)]
-    return Finished(path, made, summary, tuple(mine))
-
-
-def _same_network(found: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """Whether a number is one of the run's network; where one of them does not say, it is taken for that."""
-    return None in (found.get("network"), summary.get("network")) or found["network"] == summary["network"]
+    return Finished(**vars(run_folder.read(folder)))
 
 
 def plain_correct(result: Mapping[str, Any]) -> tuple[int, int]:
@@ -171,45 +168,3 @@ def _fits(result: Mapping[str, Any], name: str, epsilon: float | None, norm: str
         return not attack and result["name"] == name
     same = re.split("[,@]", str(result["name"]))[0] == name or str(attack.get("type", "")).lower() == name
     return same and attack.get("norm", "linf") == norm and abs(attack.get("epsilon", -1) - epsilon) < 1e-6
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object")
-    return found
-
-
-def _check_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    for key, parts in (("results", ("name", "value", "correct", "totals")), ("layers", ("name", "size", "kept"))):
-        entries = summary.get(key)
-        if not isinstance(entries, list) or not entries:
-            raise CheckpointError(f"{path} has no {key!r}: it is not what `harp run` writes")
-        for entry in entries:
-            _check_parts(path, entry, parts)
-    warnings = summary.get("warnings", [])
-    if not isinstance(warnings, list) or not all(isinstance(warning, str) for warning in warnings):
-        raise CheckpointError(f"{path} has 'warnings' that are no list of sentences: it is damaged")
-
-
-def _check_parts(path: Path, entry: object, parts: tuple[str, ...]) -> None:
-    missing = [part for part in parts if not isinstance(entry, dict) or part not in entry]
-    if missing:
-        raise CheckpointError(f"{path} has an entry without {missing[0]!r}: it is damaged or of another version")
-
-
-_PARTS = {
-    "accuracy": ("name", "value", "correct", "totals"),
-    "distances": ("norm", "values"),
-    "checks": ("findings",),
-}
-
-
-def _measured(path: Path) -> dict[str, Any]:
-    found = _json(path)
-    _check_parts(path, found, ("kind",))
-    _check_parts(path, found, _PARTS.get(found["kind"], ()))
-    return found

@@ -1,19 +1,23 @@
 """Looking at a model before any training: how a strategy would spread a budget, and a check-up."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harp import allocate, apportion, checkpoint, data, doctor, models
-from harp.channels import TARIFFS, Channels
-from harp.channels.spaces import tariff
+from harp import models
+from harp.data import registry
 from harp.errors import RecipeError
-from harp.units import Units, Weights, exact
+from harp.evaluation import model_checks
+from harp.models.weights import load_weights
+from harp.pruning import allocation, rounding
+from harp.pruning.channels import TARIFFS, Channels
+from harp.pruning.channels.spaces import tariff
+from harp.pruning.units import Units, Weights, exact
 
 
 @dataclass(frozen=True)
@@ -26,26 +30,27 @@ class Subject:
     weights: Path | None = None
     classes: int | None = None
     shape: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the model's factory
 
-    def source(self) -> data.DataSet | None:
+    def source(self) -> registry.DataSet | None:
         """The data set, if one is named."""
-        return None if self.data_name is None else data.load(self.data_name, self.data_dir)
+        return None if self.data_name is None else registry.load(self.data_name, self.data_dir)
 
-    def kind(self, source: data.DataSet | None) -> tuple[int, tuple[int, int, int]]:
+    def kind(self, source: registry.DataSet | None) -> tuple[int, tuple[int, int, int]]:
         """The number of classes and the image shape."""
         classes, shape = models.usual(self.spec) if source is None else (source.num_classes, source.shape)
         return self.classes or classes, shape if self.shape is None else parse_shape(self.shape)
 
-    def model(self, source: data.DataSet | None = None) -> nn.Module:
+    def model(self, source: registry.DataSet | None = None) -> nn.Module:
         """The model, seeded, or with its weights."""
         classes, shape = self.kind(self.source() if source is None else source)
         torch.manual_seed(0)
-        net = models.build(self.spec, num_classes=classes, shape=shape)
+        net = models.build(self.spec, num_classes=classes, shape=shape, **self.options)
         if self.weights is not None:
-            checkpoint.load_weights(net, self.weights)
+            load_weights(net, self.weights)
         return net
 
-    def images(self, source: data.DataSet | None) -> tuple[Tensor, Tensor]:
+    def images(self, source: registry.DataSet | None) -> tuple[Tensor, Tensor]:
         """The first test images, or random ones where there is no data set."""
         if source is not None:
             images, labels = source.test.images[:64], source.test.labels[:64]
@@ -55,16 +60,16 @@ class Subject:
         images = torch.rand(8, *shape, generator=generator)
         return images, torch.randint(classes, (8,), generator=generator)
 
-    def examination(self, *, channels: bool = True) -> doctor.Examination:
+    def examination(self, *, channels: bool = True) -> model_checks.Examination:
         """A check-up, of the channels too or not."""
         source = self.source()
-        return doctor.examine(self.model(source), *self.images(source), channels=channels)
+        return model_checks.examine(self.model(source), *self.images(source), channels=channels)
 
-    def units(self, *, channels: bool = False, budget: str | None = None, multiple: int = 1) -> Units:
+    def units(self, *, channels: bool = False, budget: str | None = None, multiple: int = 1, **limits: Any) -> Units:
         """The weights or the channels of the model, under a budget of their usual kind or of another."""
         source = self.source()
         net, (images, _) = self.model(source), self.images(source)
-        options: dict[str, Any] = {} if budget is None else {"budget": budget}
+        options: dict[str, Any] = limits if budget is None else {**limits, "budget": budget}
         if channels:
             return Channels(net, images, multiple=multiple, **options)
         if multiple != 1:
@@ -81,10 +86,10 @@ def spread(units: Units, strategy: str, keep: float, *, as_published: bool = Fal
     if as_published and not exact(units):
         raise RecipeError("as published is for budgets that count weights: the papers' tables have no others")
     total = units.total(keep)
-    counts = allocate.allocate(strategy, units, total)
-    if as_published and strategy in allocate.WISHES:
-        wish = allocate.WISHES[strategy](units, total)
-        counts = [round(count) for count in apportion.scale_to(wish, units, total).tolist()]
+    counts = allocation.allocate(strategy, units, total)
+    if as_published and strategy in allocation.WISHES:
+        wish = allocation.WISHES[strategy](units, total)
+        counts = [round(count) for count in rounding.scale_to(wish, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from harp.display import Quiet
 from harp.errors import AT_CHANCE, TIME_IS_UP, UNFINISHED, Interrupted
-from harp.keeper import Stop
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet
 
 
 class Process(Protocol):

@@ -1,37 +1,17 @@
 """What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
 
-import inspect
-import math
-from dataclasses import dataclass
 from typing import Any
 
-from harp import pipeline
+from harp.data.datasets.base import Preset
+from harp.data.registry import DATASETS
 from harp.errors import RecipeError
-from harp.free import FreeTraining
-from harp.pruners import PRUNERS
-from harp.recipe import number, unknown
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The usual threat, lengths and crops on a data set."""
-
-    epsilon: str
-    step: str
-    epochs: tuple[int, int, int]  # pre-train, prune, fine-tune
-    pad: int = 4  # small images would lose what they show
-
+from harp.experiments import compose
+from harp.experiments import stages as pipeline
+from harp.experiments.recipe import number
+from harp.pruning.methods import PRUNERS
 
 BEST = {"weights": "tandem", "channels": "magnitude"}
 """The method of `harp prune` unless one is named, by what is pruned: the best measured, see `benchmarks/README.md`."""
-
-PAPER = Preset("8/255", "2/255", (100, 20, 100))
-PRESETS = {
-    "fashion": Preset("0.1", "0.025", (20, 10, 20), pad=2),
-    "fashion-mnist": Preset("0.1", "0.025", (20, 10, 20), pad=2),
-    "mnist": Preset("0.3", "0.075", (20, 10, 20), pad=2),
-    "digits": Preset("0.15", "0.0375", (20, 20, 20), pad=1),
-}
 
 
 def recipe(
@@ -56,20 +36,16 @@ def recipe(
 
     `keep` is a share of the weights, or of the FLOPs of `channels`, unless a `budget` says what else it counts.
     """
-    if method not in PRUNERS:
-        raise RecipeError(unknown("pruner", method, PRUNERS))
-    preset = PRESETS.get(data, PAPER)
-    usual = preset.epochs if objective != "free" else _replayed(preset.epochs, bool(PRUNERS[method].finetuning))
+    name, options = compose.read_method(method, strategy)
+    preset = DATASETS[data].preset if data in DATASETS else Preset()
+    usual = preset.epochs if objective != "free" else _replayed(preset.epochs, bool(PRUNERS[name].finetuning))
     lengths = [length if given is None else given for given, length in zip(epochs, usual, strict=True)]
     threat: dict[str, Any] = {}
     if objective != "natural":
         step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
         threat = {"epsilon": epsilon or preset.epsilon}
         threat |= {} if objective in pipeline.ONE_STEP else {"step": step}
-    pruner: dict[str, Any] = {"name": method, "keep": keep}
-    if strategy is not None:
-        taken = inspect.signature(PRUNERS[method]).parameters
-        pruner["initial_strategy" if "initial_strategy" in taken else "strategy"] = strategy
+    pruner: dict[str, Any] = {"name": name, **options, "keep": keep}
     training = {"name": objective, **threat}
     stages = pipeline.stages(
         pruner,
@@ -98,7 +74,7 @@ def recipe(
 
 def _replayed(epochs: tuple[int, int, int], own_loss: bool) -> tuple[int, int, int]:
     """The lengths of Free-AT: an epoch stands for as many as it replays. Fine-tuning by a loss of its own has none."""
-    pretrain, prune, finetune = (math.ceil(each / FreeTraining.replays) for each in epochs)
+    pretrain, prune, finetune = map(compose.replayed, epochs)
     return pretrain, prune, epochs[2] if own_loss else finetune
 
 

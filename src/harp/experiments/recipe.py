@@ -31,18 +31,19 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from torch import nn
 
-from harp.allocate import STRATEGIES
+from harp import models
 from harp.attacks import ATTACKS, named
-from harp.channels import TARIFFS
 from harp.errors import RecipeError
 from harp.models import MODELS
-from harp.objectives import OBJECTIVES
-from harp.pruners import PRUNERS
-from harp.schedules import SCHEDULES
-from harp.units import BUDGETS
+from harp.pruning.allocation import STRATEGIES
+from harp.pruning.channels import TARIFFS
+from harp.pruning.methods import PRUNERS
+from harp.pruning.schedules import SCHEDULES
+from harp.pruning.units import BUDGETS
+from harp.training.objectives import OBJECTIVES
 
-SHIPPED = Path(__file__).parent / "recipes"
 FORMAT = 2  # part of every hash: raise it when the same recipe would give another result
 
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
@@ -79,6 +80,11 @@ def unknown(what: str, value: Any, known: Collection[str]) -> str:
     return f"unknown {what} {value!r}: {hint}"
 
 
+def _numeral(value: Any) -> Any:
+    """Read what looks like a number as one, where nothing says what type a value has."""
+    return number(value) if isinstance(value, str) and _NUMERAL.fullmatch(value) else value
+
+
 def _strategy(value: Any) -> Any:
     if isinstance(value, str) and value not in STRATEGIES:
         raise ValueError(unknown("strategy", value, STRATEGIES))
@@ -94,6 +100,7 @@ WholeIfWhole = Annotated[Number, AfterValidator(lambda x: int(x) if x == int(x) 
 Count = Annotated[Whole, Field(ge=1)]
 Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]  # it becomes part of a folder's name
+_Untyped = Annotated[Any, BeforeValidator(_numeral)]
 Strategy = Annotated[str | dict[str, Number], BeforeValidator(_strategy)]
 
 # What arguments may be, where their annotation says less. Pruners check it when they get their model; this is earlier.
@@ -126,12 +133,16 @@ class _Part(BaseModel):
 @cache
 def _schema(factory: Callable[..., Any], base: type[_Part] = _Part) -> type[_Part]:
     """The schema of a factory's arguments, without those that the run supplies."""
-    hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    try:
+        hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+    except NameError:  # another package's, which imports what it is annotated with for type checkers only
+        hints = {}
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
-        if name not in _SUPPLIED:
-            kind: Any = _BY_NAME.get(name) or _BY_TYPE.get(hints[name], hints[name])
-            if NoneType in get_args(hints[name]):
+        if name not in _SUPPLIED and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            hint = hints.get(name, _Untyped)
+            kind: Any = _BY_NAME.get(name) or _BY_TYPE.get(hint, hint)
+            if NoneType in get_args(hint):
                 kind = kind | None
             fields[name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     return create_model(factory.__name__, __base__=base, **fields)
@@ -160,7 +171,7 @@ def _attack(value: Any) -> Any:
 def _model(value: Any) -> Any:
     part = {"name": value} if isinstance(value, str) else value
     if isinstance(part, Mapping) and re.search(r":|\.py$", str(part.get("name"))):  # not ours: no types are known yet
-        return {k: number(v) if isinstance(v, str) and _NUMERAL.fullmatch(v) else v for k, v in part.items()}
+        return {key: _numeral(item) for key, item in part.items()}
     return _part("model", {name: entry.factory for name, entry in MODELS.items()}, part, base=_ForEveryModel)
 
 
@@ -184,7 +195,7 @@ class Data(_Part):
     corrupt: NotNegative = 0.001  # undecodable images that training puts up with, a share or a count
 
     def loading(self) -> dict[str, Any]:
-        """What `harp.data.load` is told beside the name and the folder."""
+        """What `harp.data.registry.load` is told beside the name and the folder."""
         return {"size": self.size, "stream": self.stream, "margin": self.margin if self.crop == "resized" else None}
 
     def held(self, images: int) -> int:
@@ -222,6 +233,10 @@ class Model(_ForEveryModel):
     def options(self) -> dict[str, Any]:
         """The factory's options."""
         return dict(self.model_extra or {})
+
+    def build(self, classes: int, shape: tuple[int, int, int]) -> nn.Module:
+        """The architecture, not trained."""
+        return models.build(self.name, num_classes=classes, shape=shape, normalize=self.normalize, **self.options)
 
 
 class Units(_Part):
@@ -286,7 +301,30 @@ class Evaluation(_Part):
 
 
 class Recipe(_Part):
-    """An experiment."""
+    """An experiment.
+
+    Arguments:
+        name: what a run's folder is called by.
+        description: what it is, for `harp list`.
+        seed: of everything that is drawn.
+        data: the data set and its batches.
+        model: the architecture, its options and its weights.
+        units: what is pruned and what the budget counts.
+        objective: what all stages train under, if they don't say otherwise.
+        stages: the trainings, one after the other.
+        evaluate: the attacks at the end, and on how many images.
+        precision: "auto", "32-true" or "bf16-mixed".
+        sync_norms: let batch norms see the images of all processes.
+
+    Example:
+        recipe = harp.Recipe(
+            name="mine",
+            data={"name": "digits"},
+            model="tinynet",
+            stages=[{"name": "prune", "pruner": {"name": "harp", "keep": 0.1}, "epochs": 2}],
+        )
+        print(recipe.to_yaml())
+    """
 
     name: Name
     description: str = ""
@@ -350,6 +388,14 @@ class Recipe(_Part):
         return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
+class Axes(_Part):
+    """What a recipe file says for those who put another method or budget in place; no part of the recipe itself."""
+
+    budgets: dict[str, Share] = {}  # shares that are kept, by the shares in per cent that names say are pruned
+    channels: dict[str, Any] = {}  # options of the file's own pruner that differ where channels are pruned
+    name_objective: Flag = False  # names say the objective, even the file's own
+
+
 class _Loader(yaml.SafeLoader):
     """YAML as the standard has it: a key that comes twice is an error and not a silent loss."""
 
@@ -371,20 +417,27 @@ def read(text: str | Path, where: str) -> Any:
         raise RecipeError(f"{where} can't be read: {' '.join(str(error).split())}") from error
 
 
-def shipped() -> dict[str, Path]:
-    """The recipes that come with the package, by name."""
-    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in sorted(SHIPPED.rglob("*.yaml"))}
-
-
-def load(source: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a file or by its shipped name, and apply changes of the form `a.b=c`."""
-    path = Path(source) if Path(source).is_file() else shipped().get(str(source))
-    if path is None:
-        raise RecipeError(f"no recipe file {source}, and " + unknown("shipped recipe", str(source), shipped()))
+def read_file(path: Path) -> dict[str, Any]:
+    """The content of a recipe file, with its name."""
     content = read(path, str(path))
     if not isinstance(content, dict):
         raise RecipeError(f"{path} is no recipe: it must be a mapping with data, model and stages")
-    return parse({"name": path.stem, **content}, changes)
+    return {"name": path.stem, **content}
+
+
+def as_axes(content: Mapping[str, Any]) -> Axes:
+    """What a recipe file says for `harp.experiments.compose`."""
+    try:
+        return Axes.model_validate(content.get("axes", {}))
+    except ValidationError as error:
+        raise RecipeError(_one_line(error, "axes")) from error
+
+
+def load(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file, and apply changes of the form `a.b=c`; `compose.load` knows shipped names too."""
+    if not Path(path).is_file():
+        raise RecipeError(f"no recipe file {path}")
+    return parse({key: value for key, value in read_file(Path(path)).items() if key != "axes"}, changes)
 
 
 def parse(content: Mapping[str, Any], changes: Sequence[str] = ()) -> Recipe:
@@ -418,9 +471,10 @@ def _change(content: dict[str, Any], change: str) -> None:
     node[place] = read(text, f"--set {change!r}")
 
 
-def _one_line(error: ValidationError) -> str:
+def _one_line(error: ValidationError, *inside: str) -> str:
     """The first problem of a validation, with its path."""
     first = error.errors()[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).removeprefix(".")
+    places = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*inside, *first["loc"])]
+    path = "".join(places).removeprefix(".")
     got = "" if first["type"] in ("value_error", "missing") else f" (got {reprlib.repr(first['input'])})"
     return " ".join(f"recipe: {path}{': ' * bool(path)}{first['msg'].removeprefix('Value error, ')}{got}".split())

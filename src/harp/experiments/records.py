@@ -1,8 +1,8 @@
-"""What a run's files hold, as far as a report shows it: records whose known keys are checked."""
+"""What a run's files hold: records whose known keys are checked."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Record(BaseModel):
@@ -32,8 +32,8 @@ class Accuracy(Record):
     n: int = Field(gt=0)
     measure: str = "accuracy"
     attack: dict[str, Any] | None = None
-    correct: list[int] = []
-    totals: list[int] = []
+    correct: list[int]
+    totals: list[int]
     seed: int | None = None
     versions: dict[str, Any] = {}
     data: str = ""
@@ -235,21 +235,28 @@ class Energy(Record):
     by: str = ""
 
 
-class Layer(Record):
-    """A layer and what was kept of it."""
-
-    name: str
+class _Kept(Record):
     size: int = Field(gt=0)
     kept: int = Field(ge=0)
 
+    @model_validator(mode="after")
+    def _is_part(self) -> Self:
+        if self.kept > self.size:
+            raise ValueError(f"keeps {self.kept} of {self.size}")
+        return self
 
-class Budget(Record):
+
+class Layer(_Kept):
+    """A layer and what was kept of it."""
+
+    name: str
+
+
+class Budget(_Kept):
     """What was pruned, what the budget counts of it, and how much is kept."""
 
     kind: str = "weights"
     unit: str = "weights"
-    size: int = Field(gt=0)
-    kept: int = Field(ge=0)
 
 
 class Summary(Record):
@@ -259,7 +266,7 @@ class Summary(Record):
     name: str
     source: str = ""
     stages: list[str] = []
-    results: list[Accuracy]
+    results: list[Accuracy] = Field(min_length=1)
     dense: list[Accuracy] = []
     layers: list[Layer] = Field(min_length=1)
     cost: Cost | None = None
@@ -276,3 +283,16 @@ class StageFile(Record):
     seconds: float | None = None
     history: list[dict[str, Any]] = []
     energy: Energy | None = None
+
+
+KINDS: dict[str, type[Record]] = {
+    "accuracy": Accuracy,
+    "curve": Curve,
+    "distances": Distances,
+    "checks": Checks,
+    "corruptions": Corruptions,
+    "flips": Flips,
+    "examples": Examples,
+    "deployed": Deployed,
+}
+"""What is measured after a run, by the `kind` that its file gives."""

@@ -12,57 +12,59 @@ on from its last state, bit for bit.
 
 import hashlib
 import inspect
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
-from harp import (
-    artefact,
-    assault,
-    assess,
-    chance_level,
-    checkpoint,
-    cost,
-    data,
-    energy,
-    evaluate,
-    files,
-    folders,
-    masks,
-    objectives,
-    pruners,
-    schedules,
-    training,
-)
-from harp.batches import Augment, Batches, ResizedCrop
-from harp.channels import Channels, Cut, Latency
-from harp.channels.dead import spread_back
-from harp.compacting import Compacted, compacted
-from harp.display import Quiet
+from harp.attacks import Attack
+from harp.data import registry
+from harp.data.batches import Augment, Batches, ResizedCrop
+from harp.data.decodable import readable
+from harp.data.streaming.images import Streamed
+from harp.data.streaming.unreadable import Corrupt
+from harp.data.streaming.workers import default_workers
 from harp.errors import Diverged, Interrupted, RecipeError
-from harp.keeper import Keeper, Stop, insist
-from harp.masks import Masks
-from harp.metrics import MetricsFile
-from harp.processes import cores, engine, peers, placement
-from harp.readable import readable
-from harp.recipe import Recipe, Stage
-from harp.seeds import derive
-from harp.states import States
-from harp.streaming.corrupt import Corrupt
-from harp.streaming.loading import default_workers
-from harp.streaming.streamed import Streamed
-from harp.units import Units, Weights
+from harp.evaluation import chance_level
+from harp.evaluation import score as evaluate
+from harp.evaluation.accuracy import Subject
+from harp.evaluation.results import Audit
+from harp.experiments import artefact, build, energy, run_folder
+from harp.experiments import run_names as folders
+from harp.experiments.recipe import Recipe, Stage
+from harp.models.weights import fingerprint, load_weights
+from harp.pruning import macs as cost
+from harp.pruning import masks, methods, schedules
+from harp.pruning.channels import Channels, Cut, Latency
+from harp.pruning.channels.compact import Compacted, compacted
+from harp.pruning.channels.removal import spread_back
+from harp.pruning.masks import Masks
+from harp.pruning.methods.base import Objective
+from harp.pruning.units import Units, Weights
+from harp.system import files
+from harp.system.distributed import affinity, environment, peers
+from harp.system.distributed import fabric as engine
+from harp.system.interrupt import Stop, insist
+from harp.system.progress import Quiet
+from harp.system.seeds import derive
+from harp.system.states import States
+from harp.training import loop, objectives
+from harp.training.checkpointing import Keeper
+from harp.training.metrics import MetricsFile
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 logger = logging.getLogger("harp")
+
+_CIRCUMSTANCES = ("kind", "classes", "network", "images", "seconds", "parts", "during")  # not in a summary
 
 
 @dataclass
@@ -78,7 +80,25 @@ class Outcome:
 
 
 class Run:
-    """A recipe with its data, model and limits: everything is built and checked before anything is written."""
+    """A recipe with its data, model and limits: everything is built and checked before anything is written.
+
+    Arguments:
+        recipe: what `harp.load_recipe` gives.
+        root: the folder that run folders are in.
+        data_dir: where data sets are.
+        source: the data set, if it is loaded already.
+        display: shows progress; nothing by default.
+        fabric: what `harp.launch` gives; by default one process on the best device.
+        minutes: how often a state is saved.
+        keep_states: how many states are kept.
+        stop: asks the run to stop; by default signals do.
+        workers: processes that decode streamed images, None: as many as there are cores.
+
+    Example:
+        run = harp.Run(harp.load_recipe("demo"), pathlib.Path("runs"))
+        outcome = run.execute()
+        print(outcome.folder, outcome.results)
+    """
 
     def __init__(
         self,
@@ -86,9 +106,9 @@ class Run:
         root: Path,
         *,
         data_dir: Path | None = None,
-        source: data.DataSet | None = None,
+        source: registry.DataSet | None = None,
         display: Quiet | None = None,
-        fabric: Any = None,
+        fabric: "Fabric | None" = None,
         minutes: float = 10.0,
         keep_states: int = 2,
         stop: Stop | None = None,
@@ -100,17 +120,17 @@ class Run:
         self.stop, self.keep_states = stop or Stop(), keep_states
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
-        self.data = source or data.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
-        sharers = cores.sharers(self.peers)
+        self.data = source or registry.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
+        sharers = affinity.sharers(self.peers)
         self.workers = default_workers(sharers) if workers is None else workers
         count = recipe.data.held(len(self.data.train))
-        self.train, self.held = data.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
+        self.train, self.held = registry.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
         if recipe.data.train is not None:
-            self.train = data.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
+            self.train = registry.draw(self.train, recipe.data.train, derive(recipe.seed, "train"))
         bar = self.display.counting("held-out images", len(self.held))
         self.held = readable(self.held, self.display.count, self.workers, bar).split
         torch.manual_seed(derive(recipe.seed, "model"))
-        self.model = assess.build(recipe.model, self.data, recipe.model.weights)
+        self.model = build.build(recipe.model, self.data, recipe.model.weights)
         precision = engine.resolve(recipe.precision, self.fabric.device.type)
         self.contents = folders.computed_in(folders.contents(recipe, self.data), precision)
         self.units = self._units()
@@ -128,14 +148,12 @@ class Run:
     def _units(self) -> Units:
         """What is pruned. Times are measured once in a run, and are the same after a resume and on every rank."""
         known = self._latency_file()
-        latency = (
-            Latency.from_dict(json.loads(known.read_text("utf-8"))) if known is not None and known.exists() else None
-        )
-        made = assess.units_of(self.recipe.units, self.model, self.data, latency)
+        latency = Latency.from_dict(files.read_json(known)) if known is not None and known.exists() else None
+        made = build.units_of(self.recipe.units, self.model, self.data, latency)
         if known is None or latency is not None or self.fabric.world_size == 1 or not isinstance(made, Channels):
             return made
         first = self.fabric.broadcast(made.latency.as_dict() if made.latency is not None else {})
-        return assess.units_of(self.recipe.units, self.model, self.data, Latency.from_dict(first))
+        return build.units_of(self.recipe.units, self.model, self.data, Latency.from_dict(first))
 
     def _latency_file(self) -> Path | None:
         """Where the measured times of a budget of latency are: with the stage that prunes."""
@@ -163,7 +181,7 @@ class Run:
                     dense = self.evaluate(self.stage_folder(number - 1))
                 answer = self.stage(number, stage, answer)
                 self.cut_out(answer)
-            results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1))
+            results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1), self.folder() / "evaluation")
         outcome = Outcome(self.folder(), self.model, answer, self.units, results, dense)
         if self.fabric.is_global_zero:
             insist(lambda: self.write(outcome), stop=self.stop)
@@ -181,7 +199,7 @@ class Run:
         if self._finished(folder) or not self._train_alone(number, stage, before, folder):
             self._tidy(folder)
             self.display.note(f"{stage.name}: done before, taken from {folder}")
-            checkpoint.load_weights(self.model, folder / "model.safetensors")
+            load_weights(self.model, folder / "model.safetensors")
             if self.fabric.is_global_zero and (warning := self._budget_warning(number)):
                 logger.warning(warning)
         path = folder / "masks.safetensors"
@@ -230,11 +248,19 @@ class Run:
             files.write_json(folder / "latency.json", self.units.latency.as_dict())
         pruner = self.pruner(stage, before)
         total = pruner.total
-        keeping: dict[str, Any] = {"minutes": self.minutes, "keep": self.keep_states, "fabric": self.fabric}
-        keeper, log = Keeper(folder / "state.pt", self.stop, of=folder.name, **keeping), MetricsFile(folder)
+        keeper = Keeper(
+            folder / "state.pt",
+            self.stop,
+            of=folder.name,
+            minutes=self.minutes,
+            keep=self.keep_states,
+            fabric=self.fabric,
+        )
+        log = MetricsFile(folder)
         with self._compacted(stage, before) as left:
             if left is not None:
-                pruner = pruners.Fixed(Weights(left.model, **self._names()), left.masks)
+                part = self.recipe.units
+                pruner = methods.Fixed(Weights(left.model, ignore=part.ignore, include=part.include), left.masks)
             fitted, spent = self._fit(number, stage, pruner, keeper, log)
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
@@ -250,7 +276,7 @@ class Run:
             log.close()
         self.fabric.barrier()
 
-    def _warn_of_chance(self, number: int, fitted: training.Fitted) -> None:
+    def _warn_of_chance(self, number: int, fitted: loop.Fitted) -> None:
         """Say at once if what a pruning stage leaves answers at chance level on the hold-out."""
         if not fitted.history:
             return
@@ -264,10 +290,10 @@ class Run:
     def _budget_warning(self, number: int) -> str | None:
         """What a finished stage has to say if it did not meet its budget in training."""
         stage = self.recipe.stages[number]
-        facts = json.loads((self.stage_folder(number) / "stage.json").read_text("utf-8"))
-        history = facts["history"]
+        facts = run_folder.stage_facts(self.stage_folder(number))
+        history = facts.get("history", [])
         ready = not history or any(record.get("ready", True) for record in history)  # all that older versions tell
-        return None if facts.get("budget_met", ready) else training.budget_warning(history, stage.name)
+        return None if facts.get("budget_met", ready) else loop.budget_warning(history, stage.name)
 
     @contextmanager
     def _compacted(self, stage: Stage, before: Masks | None) -> Iterator[Compacted | None]:
@@ -276,7 +302,7 @@ class Run:
             yield None
             return
         whole, macs = self.model, self.dense_cost["macs"]
-        left = compacted(whole, assess.noise_of(self.data), before, macs, self.display.note)
+        left = compacted(whole, build.noise_of(self.data), before, macs, self.display.note)
         self.model = whole if left is None else left.model
         yield left
         if left is not None:
@@ -284,17 +310,23 @@ class Run:
             self.model = whole
 
     def _fit(
-        self, number: int, stage: Stage, pruner: pruners.Pruner, keeper: Keeper, log: MetricsFile
-    ) -> tuple[training.Fitted, dict[str, Any]]:
+        self, number: int, stage: Stage, pruner: methods.Pruner, keeper: Keeper, log: MetricsFile
+    ) -> tuple[loop.Fitted, dict[str, Any]]:
         """Train the model; what came of it, and the energy that it took."""
         seed, settings = derive(self.recipe.seed, "stage", number), stage.optimizer
         corrupt = Corrupt(len(self.train), self.recipe.data.corrupt, log.path.with_name("corrupt.txt"))
-        how: dict[str, Any] = {"augment": self.augment(), "workers": self.workers, "corrupt": corrupt}
-        batches = Batches(self.train, self.recipe.data.batch, seed=seed, **how)
+        batches = Batches(
+            self.train,
+            self.recipe.data.batch,
+            seed=seed,
+            augment=self.augment(),
+            workers=self.workers,
+            corrupt=corrupt,
+        )
         objective = objectives.made(self.recipe.stage_objective(stage))
         showing = self.display.training(stage.name, stage.epochs, len(batches))
-        with _way_out(stage, keeper), showing, self._meter() as meter:
-            fitted = training.fit(
+        with _way_out(stage, keeper), showing, self.meter() as meter:
+            fitted = loop.fit(
                 self.model,
                 batches,
                 objective,
@@ -329,10 +361,6 @@ class Run:
         files.write_text(folder / "recipe.yaml", self.recipe.to_yaml())
         files.write_json(folder / "stage.json", facts)
 
-    def _names(self) -> dict[str, Any]:
-        """What the recipe says of the weights that are units at all."""
-        return {key: value for key, value in self.recipe.units.options().items() if key in ("ignore", "include")}
-
     def augment(self) -> Augment | ResizedCrop | None:
         """What is done to the images of a training."""
         part = self.recipe.data
@@ -342,91 +370,72 @@ class Run:
             return ResizedCrop(flip=self.data.flip)
         return Augment(part.pad, self.data.flip)
 
-    def _meter(self) -> energy.Meter:
+    def meter(self) -> energy.Meter:
         """Of the energy that a stage takes, on all machines."""
-        place = placement.here()
+        place = environment.here()
         nodes = 1 if place is None else place.nodes
         return energy.Meter(watts=energy.assumed(self.fabric.device.type, self.fabric.world_size, nodes), nodes=nodes)
 
-    def pruner(self, stage: Stage, before: Masks | None) -> pruners.Pruner:
+    def pruner(self, stage: Stage, before: Masks | None) -> methods.Pruner:
         """The stage's pruner on this run's model."""
         options = {key: value for key, value in stage.pruner.items() if key != "name"}
         if stage.pruner["name"] == "fixed" and self.cut is not None:
-            return pruners.Dense(Weights(self.model))  # what was pruned is not there any more
+            return methods.Dense(Weights(self.model))  # what was pruned is not there any more
         if stage.pruner["name"] == "fixed":
             if before is None:
                 raise RecipeError(
                     f"stage {stage.name!r}: 'fixed' keeps the masks of an earlier stage, and there is none"
                 )
             options["masks"] = before
-        method = pruners.PRUNERS[stage.pruner["name"]]
+        method = methods.PRUNERS[stage.pruner["name"]]
         if "seed" in inspect.signature(method).parameters:
             options["seed"] = derive(self.recipe.seed, "pruner", self.recipe.stages.index(stage))
         return method(self.units, **options)
 
-    def optimizer(self, stage: Stage) -> Any:
+    def optimizer(self, stage: Stage) -> Callable[[list[methods.ParameterGroup]], Optimizer] | None:
         """What makes the stage's optimiser; None for the loop's own SGD."""
         settings = stage.optimizer
         if settings.name == "sgd":
             return None
         return lambda groups: AdamW(groups, lr=settings.lr, weight_decay=settings.weight_decay)
 
-    def criterion(self, objective: Any) -> str:
+    def criterion(self, objective: Objective) -> str:
         """What the best epoch is chosen by."""
-        return "robust" if hasattr(objective, "judge") else "natural"
+        return "natural" if objective.judge() is None else "robust"
 
-    def validate(self, objective: Any) -> dict[str, float]:
+    def validate(self, objective: Objective) -> dict[str, float]:
         """Accuracy on the held-out images, natural and under the attack that is trained against."""
         found = {"natural": self._held_accuracy(None)}
-        if hasattr(objective, "judge"):
-            found["robust"] = self._held_accuracy(objective.judge())
+        if (judge := objective.judge()) is not None:
+            found["robust"] = self._held_accuracy(judge)
         return found
 
-    def _held_accuracy(self, attack: Any) -> float:
-        how: dict[str, Any] = {"attack": attack, "seed": self.recipe.seed, "peers": self.peers}
-        score = evaluate.accuracy(self.model, self.held.images, self.held.labels, **how)
+    def _held_accuracy(self, attack: Attack | None) -> float:
+        images, labels, seed = self.held.images, self.held.labels, self.recipe.seed
+        score = evaluate.accuracy(self.model, images, labels, attack=attack, seed=seed, peers=self.peers)
         return score.balanced_accuracy if self.data.balanced else score.accuracy
 
-    def evaluate(self, folder: Path) -> list[dict[str, Any]]:
-        """Measure the model as it stands on the test set; a number measured before is taken from its stage."""
-        wishes = self.recipe.evaluate.attacks
-        attacked = [assess.attack_of(wish, assess.threat(self.recipe)) for wish in wishes]
-        return [self._measure(name, attack, folder) for name, attack in [("natural", None), *attacked]]
+    def evaluate(self, folder: Path, *measured: Path) -> list[dict[str, Any]]:
+        """Measure the model as it stands on the test set; what its stage or another folder has is taken from there."""
+        ball = build.threat(self.recipe)
+        attacked = [build.attack_of(wish, ball) for wish in self.recipe.evaluate.attacks]
+        subject = Subject(self.model, self.data, ball, measured=measured)
+        how: dict[str, Any] = {"examples": self.recipe.evaluate.examples, "seed": self.recipe.seed}
+        audit = Audit(subject, folder, **how, display=self.display, stop=self.stop, peers=self.peers)
+        return [self._measure(name, attack, audit, folder) for name, attack in [("natural", None), *attacked]]
 
-    def _measure(self, name: str, attack: Any, folder: Path) -> dict[str, Any]:
-        examples, seed = self.recipe.evaluate.examples, self.recipe.seed
-        conditions = hashlib.sha256(f"{attack!r}/{examples}/{seed}".encode()).hexdigest()[:8]
-        path = folder / f"test-{name}-{conditions}.json"
-        known: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        known = self.peers.first(known)
-        state = path.with_suffix(".state.pt")
+    def _measure(self, name: str, attack: Attack | None, audit: Audit, folder: Path) -> dict[str, Any]:
+        conditions = hashlib.sha256(f"{attack!r}/{audit.examples}/{audit.seed}".encode()).hexdigest()[:8]
+        path = folder / f"test-{name}-{conditions}.json"  # as older versions wrote it
+        known = self.peers.first(files.read_json(path) if path.exists() else None)
         if known is not None:
-            if self.fabric.is_global_zero:
-                assault.forget(state)  # a kill may have come between the result and this
             return known
-        folders.make(folder)
-        with self.display.counting(f"test {name}", examples or len(self.data.test)):
-            result, _ = assess.measure(
-                self.model,
-                self.data,
-                name,
-                attack,
-                examples=examples,
-                seed=seed,
-                path=state,
-                progress=self.display.count,
-                stop=self.stop,
-                peers=self.peers,
-            )
-        if self.fabric.is_global_zero:
-            insist(lambda: files.write_json(path, result), stop=self.stop)
-            assault.forget(state)
-        return result
+        return {key: value for key, value in audit.under(name, attack).items() if key not in _CIRCUMSTANCES}
 
     def histories(self) -> dict[str, list[dict[str, Any]]]:
         """What every finished stage logged, epoch by epoch."""
-        told = {stage.name: self.stage_folder(n) / "stage.json" for n, stage in enumerate(self.recipe.stages)}
-        return {name: json.loads(file.read_text("utf-8"))["history"] for name, file in told.items()}
+        folders = {stage.name: self.stage_folder(n) for n, stage in enumerate(self.recipe.stages)}
+        return {name: run_folder.stage_facts(folder).get("history", []) for name, folder in folders.items()}
 
     def write(self, outcome: Outcome) -> None:
         """Write the outcome's folder: the network, the numbers, the layers and their picture."""
@@ -444,7 +453,7 @@ class Run:
             "name": self.recipe.name,
             "source": self.data.source,
             "stages": stages,
-            "network": checkpoint.fingerprint(self.model),
+            "network": fingerprint(self.model),
             "cost": self._cost(outcome.masks),
             "budget": artefact.budget(self.units, outcome.masks, self.total),
         }

@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from harp import data, files, models
+from harp import models
+from harp.data import registry
 from harp.errors import DiskError, RecipeError
-from harp.recipe import Recipe
+from harp.experiments.recipe import Recipe
+from harp.system import files
 
 
-def contents(recipe: Recipe, source: data.DataSet) -> list[str]:
+def contents(recipe: Recipe, source: registry.DataSet) -> list[str]:
     """What a recipe's results depend on beside its text: hashes of the data and of the files it reads."""
     read = [recipe.model.weights, models.source_file(recipe.model.name)]
     return [source.fingerprint(), *(_hash(Path(file)) for file in read if file is not None)]

@@ -10,10 +10,10 @@ random weights gets all epochs in one stage. The learning rates stay those of th
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from harp import objectives
-from harp.allocate import READS_WEIGHTS
 from harp.errors import RecipeError
-from harp.pruners import PRUNERS, Layout, Phase
+from harp.pruning.allocation import READS_WEIGHTS
+from harp.pruning.methods import PRUNERS, Layout, Phase
+from harp.training import objectives
 
 _Stage = Mapping[str, Any]
 _Part = Mapping[str, Any]
@@ -70,7 +70,10 @@ def _in_three(
     if own and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
         given = objective or {}
         shared = ("epsilon", "norm") if given.get("name") in ONE_STEP else _THREAT
-        last["objective"] = {**{key: value for key, value in given.items() if key in shared}, **own}
+        threat = {key: value for key, value in given.items() if key in shared}
+        if "epsilon" not in threat:  # objectives differ in their defaults
+            threat["epsilon"] = objectives.epsilon({"name": given.get("name", "pgd")})
+        last["objective"] = {**threat, **own}
     return [*_dense(pretrain), {**prune, "pruner": dict(pruner)}, last]
 
 
@@ -114,14 +117,24 @@ def _timed(stage: _Stage, phase: Phase, scale: float) -> dict[str, Any]:
 def _stepped(layout: Layout, objective: _Part | None) -> dict[str, Any] | None:
     """The recipe's objective with the paper's step of the attack, if there is one and the attack has many."""
     given = {"name": "pgd", **(objective or {})}
-    if layout.step is None or given["name"] in ("natural", *ONE_STEP):
+    if layout.step is None or given["name"] in ONE_STEP:
         return None
-    return {**given, "step": float(f"{layout.step * objectives.made(given).epsilon:.6g}")}
+    trained = objectives.made(given)
+    if not isinstance(trained, objectives.AdversarialObjective):
+        return None
+    return {**given, "step": float(f"{layout.step * trained.epsilon:.6g}")}
 
 
 def _under(stages: Sequence[_Stage], objective: _Part) -> list[dict[str, Any]]:
     """Stages under this objective, but for those that have one of their own."""
     return [{"objective": dict(objective), **stage} for stage in stages]
+
+
+def check_learns(label: str, name: str, stages: Sequence[_Stage]) -> None:
+    """Refuse stages that leave a method no epochs to learn what to prune."""
+    method = PRUNERS[name]
+    if not method.from_scratch and method.passes is None and not stages[-2]["epochs"]:
+        raise RecipeError(f"{label} learns what to prune, but the recipe's stage for that has 0 epochs")
 
 
 class Protocol(NamedTuple):
@@ -160,7 +173,7 @@ def parts(stages: Sequence[_Stage]) -> Parts:
     names = [stage["pruner"]["name"] for stage in stages]
     if len(names) < 2 or names[-1] != "fixed" or names[-2] in ("dense", "fixed") or {*names[:-2]} - {"dense"}:
         raise RecipeError(
-            f"the stages' pruners are {', '.join(names)}: to compare methods they must be dense ones, one that prunes, "
-            "and `fixed`, as in `fashion/harp-99`"
+            f"the stages' pruners are {', '.join(names)}: to put methods in place they must be dense ones, one that "
+            "prunes, and `fixed`, as in `fashion`"
         )
     return Parts(list(stages[:-2]), stages[-2], stages[-1])

@@ -1,12 +1,11 @@
 """Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
 
 A study is a YAML file with `recipe`, `methods`, `keep`, `seeds`, `rank_by` (an attack) and `protocol` (how the methods'
-stages are laid out, see `harp.pipeline`), or just a recipe with the rest given as flags. A
+stages are laid out, see `harp.experiments.stages`), or just a recipe with the rest given as flags. A
 method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label. What
 the recipe sets for its own pruner holds for the methods of the same class and its subclasses.
 """
 
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,14 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from harp import recipe as recipes
 from harp.errors import RecipeError
-from harp.pipeline import PROTOCOLS
-from harp.pruners import PRUNERS
-from harp.recipe import Evaluation, Recipe, Stage, number, read, unknown
+from harp.experiments import compose
+from harp.experiments.compose import Choice, inherited, share
+from harp.experiments.recipe import Evaluation, Recipe, Stage, read, read_file, unknown
+from harp.experiments.recipe import parse as parse_recipe
+from harp.experiments.stages import PROTOCOLS
 
 SHIPPED = Path(__file__).parent / "studies"
 DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network with as many weights as are kept
+_OTHERS = (DENSE, SMALL)
 _KEYS = ("name", "description", "recipe", "methods", "keep", "seeds", "rank_by", "protocol")
 
 
@@ -54,9 +55,27 @@ class Study:
     protocol: str  # a name in `pipeline.PROTOCOLS`
 
 
-def shipped() -> dict[str, Path]:
-    """The studies that come with the package, by name."""
-    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in sorted(SHIPPED.rglob("*.yaml"))}
+def shipped() -> dict[str, dict[str, Any]]:
+    """The contents of the studies that come with the package, by name.
+
+    A file with `bases` is a study of each of them, named BASE/STUDY, with what that base has of its own.
+    """
+    studies: dict[str, dict[str, Any]] = {}
+    titles = {base: read_file(path).get("description", "") for base, path in compose.shipped().items()}
+    for path in SHIPPED.glob("*.yaml"):
+        content = read(path, str(path))
+        bases = content.pop("bases", None)
+        if bases is None:
+            studies[path.stem] = {"name": path.stem, **content}
+        for base, own in (bases or {}).items():
+            studies[f"{base}/{path.stem}"] = {
+                **content,
+                **own,
+                "name": slug(f"{base}/{path.stem}"),
+                "description": f"{content['description']}: {titles[base]}",
+                "recipe": f"{base}/{content['recipe']}",
+            }
+    return dict(sorted(studies.items()))
 
 
 def load(
@@ -68,38 +87,59 @@ def load(
     rank_by: str | None = None,
     protocol: str | None = None,
     changes: Sequence[str] = (),
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Study:
-    """Read a study or a recipe from a file or by its shipped name; what else is given overrides its keys."""
-    known = {**shipped(), **recipes.shipped()}
-    path = Path(source) if Path(source).is_file() else known.get(source)
-    if path is None:
-        raise RecipeError(f"no file {source}, and " + unknown("shipped study or recipe", source, known))
-    content = read(path, str(path))
-    if not isinstance(content, dict):
-        raise RecipeError(f"{path} is neither a study nor a recipe: it must be a mapping")
-    if "recipe" not in content and "stages" in content:
-        content = {"name": content.get("name", path.stem), "recipe": {"name": path.stem, **content}}
+    """Read a study or a recipe from a file or by its name; what else is given overrides its keys.
+
+    `choice` is put in place in the recipe.
+    """
+    content = _content(source)
     given = {"methods": methods, "keep": keep, "seeds": seeds}
     content |= {key: text.split(",") for key, text in given.items() if text is not None}
     content |= {key: text for key, text in (("rank_by", rank_by), ("protocol", protocol)) if text is not None}
     if methods is not None:
         content["methods"] = split_methods(methods)
-    return parse({"name": path.stem, **content}, path.parent, changes)
+    if choice.channels and content.get("keep"):
+        choice = replace(choice, keep=str(content["keep"][0]))
+    return parse(content, Path(source).parent if Path(source).is_file() else SHIPPED, changes, choice)
 
 
-def parse(content: Mapping[str, Any], folder: Path = Path(), changes: Sequence[str] = ()) -> Study:
+def _content(source: str) -> dict[str, Any]:
+    """The content of a study; a recipe is one that names no methods yet."""
+    studies, path = shipped(), Path(source)
+    if not path.is_file() and source in studies:
+        return studies[source]
+    if not path.is_file() and not compose.is_recipe(source):
+        raise RecipeError(
+            f"no file {source}, and {unknown('study or recipe', source, [*studies, *compose.near(source)])}"
+        )
+    content = read(path, source) if path.is_file() else {"stages": []}
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} is neither a study nor a recipe: it must be a mapping")
+    if "recipe" in content or "stages" not in content:
+        return {"name": path.stem, **content}
+    content = compose.content(source)
+    return {"name": content["name"], "recipe": content}
+
+
+def parse(
+    content: Mapping[str, Any],
+    folder: Path = Path(),
+    changes: Sequence[str] = (),
+    choice: Choice = Choice(),  # noqa: B008 (frozen)
+) -> Study:
     """Check the content of a study; a recipe named by a path is looked for from `folder`."""
     for key in content:
         if key not in _KEYS:
             raise RecipeError(f"study: {unknown('key', key, _KEYS)}")
-    made = _recipe(content.get("recipe"), str(content.get("name", "study")), folder, changes)
+    made = _recipe(content.get("recipe"), str(content.get("name", "study")), folder, changes, choice)
     name = str(content.get("name", made.name))
     if slug(name) != name:
         raise RecipeError(f"study: name {name!r} becomes part of folders' names: write it like {slug(name)!r}")
     methods = tuple(method(value, _own_pruner(made)) for value in _list(content, "methods", []))
     if not methods:
         raise RecipeError("no methods to compare: give some, like --methods harp,hydra+lamp,magnitude,dense-small")
-    keep = [_share(value) for value in _list(content, "keep", [_own_pruner(made).get("keep")])]
+    keep = [share(value) for value in _list(content, "keep", [_own_pruner(made).get("keep")])]
     seeds = [_seed(value) for value in _list(content, "seeds", [made.seed])]
     for what, values in (("keep", keep), ("seeds", seeds), ("methods", [slug(one.label) for one in methods])):
         twice = [value for position, value in enumerate(values) if value in values[:position]]
@@ -136,43 +176,21 @@ def method(value: Any, base: Mapping[str, Any] | None = None) -> Method:
     """Read a method from text or from a mapping, and check its options; `base` is the pruner of the recipe."""
     base = base or {}
     if isinstance(value, str):
-        head, _, tail = value.partition(":")
-        pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
-        for key, equals, text in pairs:
-            if not (key.strip() and equals and text.strip()):
-                raise RecipeError(f"method {value!r}: write options like NAME:option=value,option=value")
-        options = {key.strip(): read(text, f"method {value!r}") for key, _, text in pairs}
-        return _checked(value.strip(), *_named(value.strip(), head.strip(), options), base)
+        return _checked(value.strip(), *compose.read_method(value, others=_OTHERS), base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise RecipeError(f"method {value!r}: write it like harp+lamp:reach=0 or {{label: ..., name: ..., ...}}")
     options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
     label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
     if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):
         raise RecipeError(f"method {label!r}: at is {by_budget!r}: give options by budget, like {{1%: {{rho: 0.01}}}}")
-    name, own = _named(label, value["name"], options)
-    at = {_share(keep): _checked(label, name, {**own, **some}, base).options for keep, some in by_budget.items()}
+    name, own = compose.spread(label, value["name"], options, _OTHERS)
+    at = {share(keep): _checked(label, name, {**own, **some}, base).options for keep, some in by_budget.items()}
     return replace(_checked(label, name, own, base), at=at)
 
 
 def slug(label: str) -> str:
     """A label as part of a file's name."""
     return re.sub(r"[^\w.+=%-]+", "-", label).strip("-.") or "-"
-
-
-def _named(label: str, text: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The method's name, and its own options with the strategy that may follow the name."""
-    names = [DENSE, SMALL, *(known for known in PRUNERS if known not in ("dense", "fixed"))]
-    name, plus, strategy = text.rpartition("+") if "+" in text and text not in names else (text, "", "")
-    if name not in names:
-        raise RecipeError(unknown("method", name, names))
-    if not plus:
-        return name, options
-    taken = {} if name in (DENSE, SMALL) else inspect.signature(PRUNERS[name]).parameters
-    key = next((key for key in ("initial_strategy", "strategy") if key in taken), None)
-    if key is None or key in options:
-        why = "takes no strategy" if key is None else f"has its {key} twice"
-        raise RecipeError(f"method {label!r}: {name} {why}")
-    return name, {key: strategy, **options}
 
 
 def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, Any]) -> Method:
@@ -182,7 +200,7 @@ def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, 
         return Method(label, name)
     if "keep" in options:
         raise RecipeError(f"method {label!r}: keep is the study's, the same for all methods")
-    pruner = {"name": name, **_inherited(name, base), **options, "keep": 0.5}
+    pruner = {"name": name, **inherited(name, base), **options, "keep": 0.5}
     try:
         stage = Stage.model_validate({"name": "prune", "pruner": pruner, "epochs": 0})
     except ValidationError as error:
@@ -193,29 +211,17 @@ def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, 
     return Method(label, name, {key: value for key, value in stage.pruner.items() if key not in ("name", "keep")})
 
 
-def _inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method takes over from the recipe's pruner: options that mean the same to both.
-
-    An option that the method has another default for is its own, as the strategy is to Tandem beside HYDRA.
-    """
-    if not base or not issubclass(PRUNERS[name], PRUNERS[base["name"]]):
-        return {}
-    ours, theirs = (inspect.signature(PRUNERS[each]).parameters for each in (name, base["name"]))
-    shared = [key for key in theirs if key in ours and ours[key].default == theirs[key].default]
-    return {key: value for key, value in base.items() if key in shared and key != "keep"}
-
-
-def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str]) -> Recipe:
+def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str], choice: Choice) -> Recipe:
     if isinstance(value, Mapping):
-        return recipes.parse({"name": name, **value}, changes)
+        return parse_recipe(compose.with_choice({"name": name, **value}, choice), changes)
     if not isinstance(value, str):
         raise RecipeError(
             f"study: recipe is {value!r}: give a shipped name, a path from the study's folder or a recipe"
         )
     path = folder / value
-    if not path.is_file() and value not in recipes.shipped():
-        raise RecipeError(f"study: no recipe file {path}, and " + unknown("shipped recipe", value, recipes.shipped()))
-    return recipes.load(path if path.is_file() else value, changes)
+    if not path.is_file() and not compose.is_recipe(value):
+        raise RecipeError(f"study: no recipe file {path}, and {unknown('recipe', value, compose.near(value))}")
+    return compose.load(path if path.is_file() else value, changes, choice)
 
 
 def _attack(value: Any, made: Recipe) -> str | Mapping[str, Any]:
@@ -249,16 +255,6 @@ def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]
 def _own_pruner(made: Recipe) -> dict[str, Any]:
     """The pruner of the recipe's stage that prunes."""
     return next((stage.pruner for stage in made.stages if stage.pruner["name"] not in ("dense", "fixed")), {})
-
-
-def _share(value: Any) -> float:
-    try:
-        share = number(value)
-    except ValueError as error:
-        raise RecipeError(f"keep: {error}") from error
-    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise RecipeError(f"keep {value!r}: give a share above 0 and at most 1 (= 100%)")
-    return float(share)
 
 
 def _seed(value: Any) -> int:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harp.confidence import interval
-from harp.display import duration
+from harp.evaluation.confidence import interval
+from harp.system.progress import duration
 
 Record = Mapping[str, Any]  # a single run: method, keep, seed, and what was found or why it failed
 

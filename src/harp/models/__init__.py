@@ -12,9 +12,19 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.models import external, resnet, small, vgg, wide_resnet
-from harp.normalize import Normalized
+from harp.models.normalize import Normalized
 
-__all__ = ["MODELS", "ModelEntry", "Normalized", "build", "source_file", "usual"]
+__all__ = [
+    "MODELS",
+    "ModelEntry",
+    "Normalized",
+    "agreement",
+    "build",
+    "modes",
+    "source_file",
+    "usual",
+    "weights",
+]
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,16 @@ def build(
     `options` go to the model's factory. The weights come from torch's random generator, which the caller
     seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
     `num_classes` finite logits an image.
+
+    Arguments:
+        spec: which model.
+        num_classes: the number of logits.
+        shape: channels, height and width of an image.
+        normalize: mean and standard deviation of each channel; None: none.
+        options: of the factory.
+
+    Example:
+        model = harp.build_model("tinynet", num_classes=10, shape=(1, 28, 28))
     """
     _check_data(num_classes, shape)
     with external.importable(spec):

@@ -1,10 +1,12 @@
-"""Ways of computing that are switched for a while: eval mode, attention step by step."""
+"""A model as a function of images, and modes that are switched for a while: eval mode, attention step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Logits = Callable[[Tensor], Tensor]
 
 
 @contextmanager

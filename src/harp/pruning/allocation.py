@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from harp.apportion import flat, highest, nearest
 from harp.errors import RecipeError
-from harp.units import Units, exact
+from harp.pruning.rounding import flat, highest, nearest
+from harp.pruning.units import Units, exact
 
 Strategy = Callable[[Units, int], list[int]]
 _Floats = npt.NDArray[np.float64]

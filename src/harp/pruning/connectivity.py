@@ -2,8 +2,8 @@
 
 At a budget of a few hundred weights some of the kept ones are wasted: a filter that nobody reads, or a weight that
 reads a channel whose filter is pruned. Such weights change nothing, and their gradients are zero, so no score ever
-drops them. The channels are followed as for channel pruning (`harp.channels`); what is not understood there counts as
-a way.
+drops them. The channels are followed as for channel pruning (`harp.pruning.channels`); what is not understood
+there counts as a way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harp.channels.spaces import spaces
-from harp.channels.tracing import trace
-from harp.masks import Masks, top_k
+from harp.pruning.channels.spaces import spaces
+from harp.pruning.channels.tracing import trace
+from harp.pruning.masks import Masks, top_k
 
 _ROUNDS = 8  # of choosing again; each drops less than the one before
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.frozen import frozen
+from harp.models.modes import evaluating
 
 _INDEX = 4  # bytes of the index that says where a kept weight belongs
 
@@ -115,8 +115,7 @@ def _run(model: nn.Module, shape: Sequence[int]) -> _Uses:
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     image = torch.full((1, *shape), 0.5, dtype=like.dtype, device=like.device)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a copy for whoever writes into them
-    still = frozen(model, image, fast=False)
-    with torch.no_grad(), torch.random.fork_rng(_devices(like)), still, _counting(model) as uses:
+    with torch.no_grad(), torch.random.fork_rng(_devices(like)), evaluating(model), _counting(model) as uses:
         try:
             torch.func.functional_call(model, buffers, (image,))
         except Exception as error:  # forward may do anything

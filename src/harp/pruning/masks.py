@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp import checkpoint
 from harp.errors import CheckpointError, ModelError
+from harp.system.tensors import load_tensors, save_tensors
 
 Masks = dict[str, Tensor]
 
@@ -65,7 +65,15 @@ def density(masks: Mapping[str, Tensor]) -> float:
 
 @torch.no_grad()
 def apply(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Set every weight outside its mask to zero."""
+    """Set every weight outside its mask to zero.
+
+    Arguments:
+        model: its parameters are changed in place.
+        masks: by parameter; what has none is left alone.
+
+    Example:
+        harp.apply_masks(model, harp.Magnitude(harp.Weights(model), keep=0.1).masks())
+    """
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -75,15 +83,31 @@ def apply(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 def save(path: str | Path, masks: Mapping[str, Tensor]) -> None:
-    """Write masks at one bit a weight."""
+    """Write masks at one bit a weight.
+
+    Arguments:
+        path: the file.
+        masks: by parameter.
+
+    Example:
+        harp.save_masks(folder / "masks.safetensors", harp.Magnitude(units, keep=0.1).masks())
+    """
     packed = {name: torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))) for name, mask in masks.items()}
     shapes = {name: ",".join(map(str, mask.shape)) for name, mask in masks.items()}
-    checkpoint.save_tensors(path, packed, shapes)
+    save_tensors(path, packed, shapes)
 
 
 def load(path: str | Path) -> Masks:
-    """Read what `save` wrote."""
-    packed, shapes = checkpoint.load_tensors(path)
+    """Read what `save` wrote.
+
+    Arguments:
+        path: the file.
+
+    Example:
+        harp.save_masks(folder / "masks.safetensors", harp.Magnitude(units, keep=0.1).masks())
+        masks = harp.load_masks(folder / "masks.safetensors")
+    """
+    packed, shapes = load_tensors(path)
     masks = {}
     for name, bits in packed.items():
         try:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from harp.errors import BudgetError
-from harp.units import Units, exact
+from harp.pruning.units import Units, exact
 
 _Floats = npt.NDArray[np.float64]
 

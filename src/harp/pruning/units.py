@@ -1,8 +1,8 @@
 """Units: what is pruned, within which limits, and what it costs.
 
 A layer of units is what a pruner gives one rate to: a weight tensor whose entries go one by one (`Weights`), or the
-channels that several tensors share (`harp.channels`). A method chooses units and never learns what they are; here they
-become masks of parameters, and their cost is counted.
+channels that several tensors share (`harp.pruning.channels`). A method chooses units and never learns what they are;
+here they become masks of parameters, and their cost is counted.
 """
 
 import math
@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from harp import masks as mask_ops
-from harp.cost import positions
 from harp.errors import BudgetError, ModelError, RecipeError
-from harp.masks import Masks
-from harp.prunable import check_patterns, classify, limits, matches
+from harp.pruning import masks as mask_ops
+from harp.pruning.macs import positions
+from harp.pruning.masks import Masks
+from harp.pruning.prunable import check_patterns, classify, limits, matches
 
 BUDGETS = {"weights": "weights", "macs": "MACs"}
 """What a budget of single weights may count, and how that is written."""
@@ -27,7 +27,12 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Units(Protocol):
-    """What a pruner and an allocation need to know of the things that may be pruned."""
+    """What a pruner and an allocation need to know of the things that may be pruned.
+
+    Example:
+        units: harp.Units = harp.Weights(model)
+        print(units.kind, units.size, units.total(0.1))
+    """
 
     model: nn.Module
     kind: str  # what the units are, in words: "weights", "channels"
@@ -109,6 +114,7 @@ class Weights:
     twice is one layer. Patterns are shell-style and are matched against the parameter's name and its module's name.
 
     Arguments:
+        model: any `nn.Module`.
         ignore: layers to leave dense and out of the budget.
         include: bare parameters to prune all the same.
         minimum, maximum: per pattern, the share of a layer that must / may be kept.
@@ -116,6 +122,10 @@ class Weights:
             image. Early layers of a convolutional network hold few weights and do much of the work.
         example: images of the kind to come: a budget of MACs needs their shape, and methods follow the ways through the
             model with them. `harp.fit` takes its first batch if there are none.
+
+    Example:
+        units = harp.Weights(model, ignore=["features.0"], minimum={"classifier.*": 0.2})
+        pruner = harp.Harp(units, keep=0.1)
     """
 
     kind = "weights"

@@ -7,8 +7,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from harp import files
 from harp.errors import MissingExtra
+from harp.system import files
 
 # Okabe and Ito's palette: told apart by colour-blind eyes and in grey print.
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072B2", "#D55E00", "#009E73", "#999999"
@@ -101,12 +101,21 @@ def _draw_epochs(axes: Any, stages: Mapping[str, Sequence[Mapping[str, Any]]]) -
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_study(folder: Path, outcome: Mapping[str, Any]) -> list[Path]:
+    """Draw what the runs of a study came to, accuracy over sparsity, as PNG and SVG; needs matplotlib."""
+    paths = [folder / f"robust.{suffix}" for suffix in ("png", "svg")]
+    for path in paths:
+        title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
+        draw_comparison(path, title, outcome["rows"], outcome["attack"], outcome["unit"])
+    return paths
+
+
 def draw_comparison(
     path: Path, title: str, rows: Sequence[Mapping[str, Any]], attack: str, unit: str = "weights"
 ) -> None:
     """Draw robust and natural accuracy over what the budget counts (`unit`), a line a method, and save it.
 
-    `rows` are those of `harp.standings`: within a budget the best is first; so it is in the legend.
+    `rows` are those of `harp.experiments.table`: within a budget the best is first; so it is in the legend.
     """
     found = [row for row in rows if row["robust"] is not None]
     methods = list(dict.fromkeys(row["method"] for row in sorted(found, key=lambda row: row["keep"] or 2.0)))

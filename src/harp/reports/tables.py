@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harp.display import bar
+from harp.evaluation.score import epsilon_text
+from harp.experiments.run_folder import budget_of
+from harp.system.progress import bar
 
 
 def layer_columns(kind: str = "weights") -> tuple[str, ...]:
@@ -40,24 +42,9 @@ def result_rows(dense: Sequence[Mapping[str, Any]], results: Sequence[Mapping[st
     ]
 
 
-def epsilon_text(result: Mapping[str, Any]) -> str:
-    """The epsilon of a number, in 255ths where it is a round one."""
-    epsilon = (result.get("attack") or {}).get("epsilon")
-    if epsilon is None:
-        return "–"
-    levels = epsilon * 255
-    return f"{round(levels)}/255" if abs(levels - round(levels)) < 1e-6 else f"{epsilon:.4g}"
-
-
-def budget(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's budget counts, of which units, and how much of it is kept; runs that don't say it count weights."""
-    weights = {key: sum(layer[key] for layer in told["layers"]) for key in ("size", "kept")}
-    return {"kind": "weights", "unit": "weights", **weights, **(told.get("budget") or {})}
-
-
 def spending(told: Mapping[str, Any]) -> list[str]:
     """What is kept: of the budget first, then of the units; of a network without its channels also what it costs."""
-    found, layers, cost = budget(told), told["layers"], told.get("cost") or {}
+    found, layers, cost = budget_of(told), told["layers"], told.get("cost") or {}
     kind, unit, size, kept = (found[key] for key in ("kind", "unit", "size", "kept"))
     parts = [f"{unit} {size:,} → {kept:,} ({kept / size:.3%})"]
     if unit != kind:

@@ -1,7 +1,7 @@
-"""A digest at the end of a torch file: damage is found before anything is taken from it.
+"""A digest at the end of a torch file, which detects damage before the file is loaded.
 
-A torch file is a zip archive, and an archive may end with a comment. The digest of all that torch wrote is put
-there, so that it is in place in the same moment as the file, and torch reads the file as before.
+A torch file is a zip archive, and an archive may end with a comment. The comment holds the digest of everything that
+torch wrote. So file and digest are always written together, and torch can still read the file.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from harp.errors import CheckpointError
 
 _MARK = b"harp sha256 "
 _LENGTH = len(_MARK) + 64  # of the comment
-_NO_COMMENT = b"\0\0"  # how torch ends an archive: a comment of length 0
-_RECORD = 22  # bytes of an archive's last record
-_END = 1024  # bytes that it is looked for in
+_NO_COMMENT = b"\0\0"  # the last bytes of an archive from torch: a comment of length 0
+_RECORD = 22  # bytes of the last record of an archive
+_END = 1024  # bytes at the end of the file in which that record is searched
 _BLOCK = 1 << 22
 
 
 class Sealed:
-    """A file that torch writes an archive to; `close` puts the digest behind it.
+    """A file that torch writes an archive to; `close` appends the digest.
 
-    What the system refuses is remembered and raised by `close`: torch's writer does not survive an exception.
+    An error of the system is stored and raised by `close`, because torch's writer can't handle exceptions.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -30,7 +30,7 @@ class Sealed:
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Add bytes, as a file does."""
+        """Write bytes, like a file."""
         view = memoryview(data).cast("B")
         if self.error is None:
             try:
@@ -41,10 +41,10 @@ class Sealed:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: `close` does it."""
+        """Do nothing: `close` flushes."""
 
     def close(self) -> None:
-        """End the archive with the digest of all that was written, on the disk itself."""
+        """Append the digest to the archive, and flush it to the disk."""
         if self.error is not None:
             raise self.error
         self.file.seek(-len(_NO_COMMENT), os.SEEK_CUR)
@@ -54,18 +54,18 @@ class Sealed:
 
 
 def intact(path: Path, *, from_disk: bool = False) -> bool | None:
-    """Whether a file is what was written, by its digest; None if it carries none.
+    """Whether a file matches its digest; None if it has no digest.
 
     Arguments:
-        from_disk: read it from the disk where the system allows that, not from what it remembers of the writing.
+        from_disk: drop the file from the system's cache first, where the system supports it.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _END))
         end = file.read()
-        last = end.rfind(b"PK\5\6")  # the archive's last record, whose last two bytes are the comment's length
-        record, comment = end[last : last + _RECORD], end[last + _RECORD :]
-        if last < 0 or (len(record) == _RECORD and not comment and record.endswith(_NO_COMMENT)):
+        start = end.rfind(b"PK\5\6")  # the last record of the archive ends with the length of the comment
+        record, comment = end[start : start + _RECORD], end[start + _RECORD :]
+        if start < 0 or (len(record) == _RECORD and not comment and record.endswith(_NO_COMMENT)):
             return None
         if int.from_bytes(record[-2:], "little") != len(comment) or not comment.startswith(_MARK):
             return False
@@ -80,7 +80,7 @@ def intact(path: Path, *, from_disk: bool = False) -> bool | None:
         return comment == _MARK + digest.hexdigest().encode()
 
 
-def check(path: Path, *, from_disk: bool = False) -> None:
-    """Refuse a file whose digest says that it is damaged."""
-    if intact(path, from_disk=from_disk) is False:
+def check(path: Path) -> None:
+    """Raise `CheckpointError` if a file does not match its digest."""
+    if intact(path) is False:
         raise CheckpointError(f"{path} is damaged: it is not what was written, by the digest at its end")

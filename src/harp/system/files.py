@@ -1,4 +1,4 @@
-"""Files: written whole or not at all."""
+"""Atomic writes, locks and JSON files."""
 
 import contextlib
 import errno
@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from harp.errors import CheckpointError, DiskError
 
@@ -22,17 +23,17 @@ except ImportError:  # Windows
 StrPath = str | os.PathLike[str]
 
 _HOST = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:32] or "host"
-_FORGOTTEN = 24 * 3600.0  # seconds after which nobody is writing a temporary any more, whoever began it
+_ABANDONED = 24 * 3600.0  # seconds after which a temporary file of another machine counts as left over
 
 
 @contextlib.contextmanager
 def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
-    """Yield a temporary path to write to, which takes the place of `path` when the block ends well.
+    """Yield a temporary path to write to; it replaces `path` if the block succeeds.
 
-    At every moment, even if the process is killed or the power fails, `path` is either the old file or the
-    whole new one. Missing folders are made, links are followed, and temporaries that killed processes left
-    are removed. The temporary is named after the machine and the process, so a path has one writer a process at a
-    time. What the system refuses is a `DiskError`, which names `size`, the bytes that are to be written.
+    `path` is always either the old file or the complete new one, even if the process is killed or the power fails.
+    Missing folders are created, links are followed, and temporary files of killed processes are removed. The temporary
+    file is named after the machine and the process, so only one thread of a process may write to a path at a time. An
+    error of the system becomes a `DiskError`; if the disk is full, it reports `size`, the number of bytes to write.
     """
     if "\0" in os.fspath(path):
         raise CheckpointError(f"can't write {os.fspath(path)!r}: a path can't have a null character in it")
@@ -51,20 +52,21 @@ def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
                 temporary.unlink()
             raise
     except OSError as error:
-        raise DiskError(f"can't write {path}: {reason(error)}{_room(error, target, size)}", full=full(error)) from error
-    # The file is in place by now; a file system that can't sync a folder is no reason to say otherwise.
+        space = _disk_space(error, target, size)
+        raise DiskError(f"can't write {path}: {reason(error)}{space}", full=full(error)) from error
+    # The file is in place. Some file systems can't sync a folder, which is not an error.
     with contextlib.suppress(OSError):
         _sync(target.parent)
 
 
 def write_text(path: StrPath, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    # What UTF-8 can't hold (undecodable bytes in a file name) becomes an escape, which in JSON stays exact.
+    # Undecodable bytes of a file name become escapes, from which JSON restores them exactly.
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: StrPath, value: object) -> None:
-    """Write `value` as JSON, atomically. JSON knows no NaN or infinity: they become null."""
+    """Write `value` as JSON, atomically. JSON has no NaN or infinity: they become null."""
     try:
         text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -73,19 +75,19 @@ def write_json(path: StrPath, value: object) -> None:
 
 
 def full(error: OSError) -> bool:
-    """Whether the system refused for want of room, which may change."""
+    """Whether the disk or the quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there, and what killed processes left of writing it."""
+    """Remove a file if it exists, and the temporary files that killed processes left of it."""
     path.unlink(missing_ok=True)
     if path.parent.is_dir():
-        _sweep(path)
+        _remove_temporaries(path)
 
 
 def _prepare(target: Path, temporary: Path) -> None:
-    """Make room for a write, and refuse what `os.replace` would silently do away with."""
+    """Create the folder and remove old temporary files; refuse targets that `os.replace` would silently replace."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -95,53 +97,54 @@ def _prepare(target: Path, temporary: Path) -> None:
         number = errno.EROFS if _read_only(target) else errno.EACCES
         raise OSError(number, os.strerror(number))
     temporary.unlink(missing_ok=True)
-    _sweep(target)
+    _remove_temporaries(target)
 
 
 def _read_only(path: Path) -> bool:
     return hasattr(os, "statvfs") and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
-def _room(error: OSError, target: Path, size: int | None) -> str:
-    """Where there is no room: how much is needed, and how much there is."""
+def _disk_space(error: OSError, target: Path, size: int | None) -> str:
+    """If the disk is full: how much space is needed, and how much is free."""
     if not full(error):
         return ""
-    facts = [] if size is None else [f"{amount(size)} needed"]
-    if error.errno == errno.ENOSPC:  # a quota leaves less than the disk has
+    sizes = [] if size is None else [f"{amount(size)} needed"]
+    if error.errno == errno.ENOSPC:  # not for a quota, which may leave less than the free space of the disk
         with contextlib.suppress(OSError):
-            facts.append(f"{amount(shutil.disk_usage(target.parent).free)} free")
-    return f" ({', '.join(facts)})" if facts else ""
+            sizes.append(f"{amount(shutil.disk_usage(target.parent).free)} free")
+    return f" ({', '.join(sizes)})" if sizes else ""
 
 
 def existing(path: Path) -> Path:
-    """The path, or the first folder above it that is there."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    """The path, or its nearest parent folder that exists."""
+    return next(candidate for candidate in (path, *path.absolute().parents) if candidate.exists())
 
 
 def amount(size: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as readable text."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"
     return f"{size:.0f} bytes"
 
 
-def _sweep(target: Path) -> None:
-    """Remove the temporaries of `target` whose processes are gone; those of other machines when they are old."""
-    left = re.compile(re.escape(f".{target.name}.") + r"([A-Za-z0-9-]+)\.(\d{1,9})\.tmp")
+def _remove_temporaries(target: Path) -> None:
+    """Remove the temporary files of `target` whose processes have ended, and old ones of other machines."""
+    pattern = re.compile(re.escape(f".{target.name}.") + r"([A-Za-z0-9-]+)\.(\d{1,9})\.tmp")
     for name in os.listdir(target.parent):
-        match = left.fullmatch(name)
+        match = pattern.fullmatch(name)
         if match is None:
             continue
+        file = target.with_name(name)
         with contextlib.suppress(OSError):
-            mine = match[1] == _HOST
-            if not _alive(int(match[2])) if mine else time.time() - target.with_name(name).stat().st_mtime > _FORGOTTEN:
-                target.with_name(name).unlink()
+            this_host = match[1] == _HOST
+            if not _alive(int(match[2])) if this_host else time.time() - file.stat().st_mtime > _ABANDONED:
+                file.unlink()
 
 
 def _alive(pid: int) -> bool:
     if os.name == "nt":
-        return True  # there is no harmless signal there: asking would end the process
+        return True  # on Windows every signal would end the process
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -152,7 +155,7 @@ def _alive(pid: int) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Have the system put a file or a folder on the disk itself."""
+    """Flush a file or a folder to the disk."""
     if os.name == "nt" and path.is_dir():
         return
     descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
@@ -170,21 +173,21 @@ def write_bytes(path: StrPath, data: bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def lock(path: StrPath, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Be the only process that is in a block of this path; `waiting` is called again and again while another one is.
+    """Lock a path against other processes; `waiting` is called repeatedly while another process holds the lock.
 
-    The lock ends with the process, however that ends. There is none on Windows and where a file system has no locks.
+    The system releases the lock when the process ends. There is no locking on Windows and on file systems without it.
     """
-    descriptor = None if fcntl is None else _take(Path(path), waiting)
+    descriptor = None if fcntl is None else _acquire(Path(path), waiting)
     try:
         yield
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                os.unlink(path)  # while it is held: who opened it meanwhile sees that it is gone and opens it anew
+                os.unlink(path)  # while locked: a process that has opened the file notices this and opens it again
             os.close(descriptor)
 
 
-def _take(path: Path, waiting: Callable[[], None]) -> int:
+def _acquire(path: Path, waiting: Callable[[], None]) -> int:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,19 +195,19 @@ def _take(path: Path, waiting: Callable[[], None]) -> int:
         except OSError as error:
             raise DiskError(f"can't write {path}: {reason(error)}") from error
         try:
-            while not _locked(descriptor):
+            while not _try_lock(descriptor):
                 waiting()
-                time.sleep(0.2)  # asked now and then and not waited for, so that Ctrl-C is heard in between
+                time.sleep(0.2)  # polling instead of a blocking lock, so that Ctrl-C is handled
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     return descriptor
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the one who held it has removed it: what is locked now is not what others will find
+        os.close(descriptor)  # the previous holder has removed this file: lock the one that is there now
 
 
-def _locked(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -224,8 +227,22 @@ def _finite(value: object) -> object:
     return value
 
 
+def read_json(path: Path, largest: float = math.inf) -> dict[str, Any]:
+    """The object in a JSON file of at most `largest` bytes."""
+    try:
+        size = path.stat().st_size
+        content = json.loads(path.read_text("utf-8")) if size <= largest else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {reason(error)}") from error
+    if size > largest:
+        raise CheckpointError(f"{path} is too large: {size} bytes, expected at most {largest}")
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
+
+
 def reason(error: BaseException) -> str:
-    """An error's message in one short line."""
+    """The message of an error in one short line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = " ".join(str(error).split())

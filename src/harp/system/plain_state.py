@@ -1,20 +1,23 @@
-"""States of plain values: what is read back from a file without running anything that is in it."""
+"""States that consist of plain values, which can be loaded without running code from the file."""
 
 import torch
 from torch import Tensor
 
-# What is saved for resuming; exact types, because a subclass (numpy's float64 is a float) pickles as a class.
+# Exact types, because a subclass pickles as a class (numpy's float64 is a subclass of float).
 PLAIN = (bool, int, float, str, type(None))
 
 
 def plain_state(value: object, where: str) -> object:
-    """`value` in plain containers, each tensor on its own, or a TypeError that says where it is not plain."""
+    """`value` in plain containers; a TypeError says where it is not plain.
+
+    A tensor that is a view of a larger one is copied, because the file would hold all of the larger one otherwise.
+    """
     if isinstance(value, Tensor):
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_meta:
             raise TypeError(f"{where} is not a dense tensor with values")
-        whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        return tensor if whole else tensor.clone()  # else the file would get all that it is a part of
+        fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        return tensor if fills_storage else tensor.clone()
     if type(value) in PLAIN:
         return value
     if isinstance(value, dict):
@@ -29,9 +32,9 @@ def plain_state(value: object, where: str) -> object:
 
 
 def size_of(value: object) -> int:
-    """About how many bytes a plain state takes in a file."""
+    """The approximate size of a plain state in a file, in bytes."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size() + 500  # its name and place
+        return value.numel() * value.element_size() + 500  # for its name and position
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
     return sum(map(size_of, value)) if isinstance(value, (list, tuple)) else 20

@@ -1,12 +1,13 @@
-"""Seeds: every random number is drawn from a seed that names what it is for."""
+"""Seeds for random numbers, derived from one seed and the purpose of the numbers."""
 
 import hashlib
 
 
 def derive(seed: int, *purpose: int | str) -> int:
-    """A seed of 63 bits for a purpose, the same on every machine and in every process.
+    """A 63-bit seed for a purpose, the same on every machine and in every process.
 
-    Work that seeds itself by (seed, epoch, step) has no hidden state: it resumes anywhere, bit for bit.
+    Work that derives its seeds from (seed, epoch, step) has no hidden random state: it can resume at any step with
+    identical results.
     """
     text = "/".join(str(part) for part in (seed, *purpose))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Anybody's batches as a function of the epoch: after an interruption they come as if there had been none."""
+"""Batches of any kind as a function of the epoch, so that a resumed training sees the same batches."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from harp.errors import RecipeError
-from harp.seeds import derive
+from harp.system.seeds import derive
 
 
 class EpochBatches(Protocol):
-    """Batches as a function of the epoch: `harp.batches.Batches`, or your own."""
+    """Batches as a function of the epoch: `harp.data.batches.Batches`, or your own."""
 
     def __len__(self) -> int: ...
 
@@ -22,19 +22,19 @@ class EpochBatches(Protocol):
 
 
 def by_epoch(batches: Any, fabric: Any, seed: int) -> EpochBatches:
-    """Batches as a function of the epoch, and this rank's part of them."""
+    """This rank's part of the batches, as a function of the epoch."""
     if callable(batches):
         shard = getattr(batches, "shard", None)
-        mine: EpochBatches = shard(fabric.global_rank, fabric.world_size) if shard else batches
-        return mine
+        own: EpochBatches = shard(fabric.global_rank, fabric.world_size) if shard else batches
+        return own
     if fabric.world_size == 1:
         return _Loader(batches, seed)
-    # The engine's wrapper counts the epochs of this process, which may have been resumed: not of the training.
+    # Fabric's wrapper counts the epochs of this process, which are fewer than the training's after a resume.
     return _Loader(fabric.setup_dataloaders(batches, move_to_device=False)._dataloader, seed)
 
 
 class _Loader:
-    """Any iterable of batches as batches by epoch; earlier batches are drawn and dropped on resume."""
+    """Any iterable of batches as a function of the epoch; on resume, earlier batches are drawn and dropped."""
 
     def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], seed: int) -> None:
         self.loader, self.seed = loader, seed
@@ -43,24 +43,25 @@ class _Loader:
         try:
             return len(self.loader)  # type: ignore[arg-type]  # some iterables have no length
         except TypeError as error:
-            raise RecipeError("batches have no length: pass a DataLoader, or `harp.batches.Batches`") from error
+            raise RecipeError("batches have no length: pass a DataLoader, or `harp.data.batches.Batches`") from error
 
     def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = derive(self.seed, "order", epoch)
         for sampler in _samplers(self.loader):
-            # To torch's own the epoch is nothing but a part of its seed, and it knows no other one.
+            # torch's own sampler only uses the epoch as a part of its seed, and does not know the training's seed.
             sampler.set_epoch(order if type(sampler) is DistributedSampler else epoch)
         torch.manual_seed(order)
         iterator = iter(self.loader)
         for number in range(len(self)):
-            torch.manual_seed(derive(self.seed, "load", epoch, number))  # as if the batches before had been trained on
+            torch.manual_seed(derive(self.seed, "load", epoch, number))  # whatever the training has drawn
             x, y = next(iterator)
             if number >= start:
                 yield x, y
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """What decides a loader's order and wants to know the epoch."""
-    batches = getattr(loader, "batch_sampler", None)
-    found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    return [each for each in {id(each): each for each in found}.values() if hasattr(each, "set_epoch")]
+    """The samplers of a loader that take the epoch."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    unique = {id(sampler): sampler for sampler in samplers}.values()
+    return [sampler for sampler in unique if hasattr(sampler, "set_epoch")]

@@ -8,35 +8,52 @@ perturbation δ, which stays from replay to replay and from batch to batch:
     δ  ←  clip_[-ε,ε](δ + step · sign ∂loss/∂δ),      step = ε
     θ  ←  the optimiser's step by ∂loss/∂θ
 
-So an update costs what it costs in natural training, and an epoch of m replays stands for m of them: the authors
-divide the 90 epochs of ImageNet by m = 4. The network is in train mode all the time.
+So an update costs as much as in natural training, and one epoch of m replays replaces m epochs: the authors divide the
+90 epochs of ImageNet by m = 4. The network is in train mode all the time.
 
-The code of HARP sets δ to zero at the start of each epoch, which `fresh` does; the code of the Free-AT authors keeps
-it for the whole training. Both step by ε; the 1/255 in HARP's text is the step of the attack that evaluates.
+The code of HARP sets δ to zero at the start of each epoch, as `fresh` does; the code of the Free-AT authors keeps it
+for the whole training. Both step by ε; the 1/255 in HARP's text is the step of the attack that evaluates.
 
-Departure from both: a rank of several holds the rows of δ that its part of the batch needs, so that the training does
-not depend on the number of processes. δ is part of the training's state.
+Departure from both: each of several ranks holds the rows of δ for its part of the batch, so that the training does not
+depend on the number of processes. δ is part of the training's state.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Pgd, check_number
-from harp.frozen import Logits
+from harp.models.modes import Logits
+from harp.pruning.methods.base import Objective
+from harp.pruning.papers import Paper
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeTraining:
-    """Free-AT: `replays` updates a batch, each of them also moves the perturbation. `begin` makes the objective.
+class FreeTraining(Objective):
+    """Free-AT: `replays` updates a batch; each of them also moves the perturbation. `begin` makes the objective.
 
     Arguments:
+        epsilon: the largest perturbation of a pixel.
         step: how far an update moves the perturbation; None: epsilon.
         fresh: start every epoch from no perturbation.
+        replays: updates on each batch.
+
+    Example:
+        harp.fit(model, batches, harp.FreeTraining(replays=2), harp.Dense(units), epochs=1)
     """
+
+    title: ClassVar[str] = "free adversarial training"
+    paper: ClassVar[Paper | None] = Paper(
+        "Adversarial Training for Free!",
+        ("Shafahi", "Najibi", "Ghiasi", "Xu", "Dickerson", "Studer", "Davis", "Taylor", "Goldstein"),
+        "NeurIPS",
+        2019,
+        "https://arxiv.org/abs/1904.12843",
+    )
+    taxonomy: ClassVar[str] = "Adversarial Training (AT) Free"
 
     epsilon: float = 4 / 255
     step: float | None = None
@@ -49,35 +66,39 @@ class FreeTraining:
         check_number("replays", self.replays, whole=True, least=1)
 
     def judge(self) -> Pgd:
-        """The attack that held-out images are judged by."""
+        """The attack that held-out images are validated with."""
         return Pgd(self.epsilon)
 
     def begin(self) -> "Free":
         """The objective of one training, with no perturbation yet."""
         return Free(self)
 
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch at the start of a training, where there is no perturbation."""
+        return self.begin()(model, x, y, forward)
+
 
 class _Part(NamedTuple):
-    """A part of a batch: its rows, the images that the loss was computed at, and where they were not clipped."""
+    """A part of a batch: its rows, the perturbed images, and the pixels that are not clipped."""
 
     rows: slice
     points: Tensor
-    inside: Tensor  # no gradient reaches the perturbation elsewhere
+    inside: Tensor  # elsewhere the perturbation gets no gradient
 
 
-class Free:
-    """The objective of one training: called for the loss, then told by `after_backward` to move the perturbation.
+class Free(Objective):
+    """The objective of one training: a call gives the loss, then `after_backward` moves the perturbation.
 
-    A batch may come in parts, one call each before `after_backward`.
+    A batch may come in parts, with one call for each part before `after_backward`.
     """
 
     def __init__(self, options: FreeTraining) -> None:
-        self.options = options
-        self.noise: Tensor | None = None  # of the largest batch so far
+        self.options, self.replays = options, options.replays
+        self.noise = None  # the perturbation, with as many rows as the largest batch so far
         self._pending: list[_Part] = []
 
     def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The images under the perturbation as it stands; their gradient will move it."""
+        """The images with the current perturbation; `after_backward` uses their gradient."""
         start = self._pending[-1].rows.stop if self._pending else 0
         rows = slice(start, start + len(x))
         moved = x.detach() + self._at_least(rows.stop, x)[rows]
@@ -98,21 +119,21 @@ class Free:
         """Move the perturbation along the gradient of the images."""
         epsilon, step = self.options.epsilon, self.options.step
         for part in self._pending:
-            if self.noise is None or part.points.grad is None:  # a method may only look, and ask for no gradient
+            if self.noise is None or part.points.grad is None:  # some methods compute no gradient
                 continue
             sign = part.points.grad.sign().mul_(part.inside)
             self.noise[part.rows].add_(sign, alpha=epsilon if step is None else step).clamp_(-epsilon, epsilon)
         self._pending.clear()
 
     def start_epoch(self) -> None:
-        """Forget the perturbation if every epoch is to start without one."""
+        """Reset the perturbation if every epoch starts without one."""
         if self.options.fresh:
             self.noise = None
 
     def _at_least(self, rows: int, like: Tensor) -> Tensor:
-        """The perturbation, with rows of zeros if there were not enough."""
-        known = like.new_zeros(0, *like.shape[1:]) if self.noise is None else self.noise.to(like)
-        if len(known) < rows:
-            known = torch.cat([known, like.new_zeros(rows - len(known), *like.shape[1:])])
-        self.noise = known
-        return known
+        """The perturbation, extended by rows of zeros to at least so many rows."""
+        noise = like.new_zeros(0, *like.shape[1:]) if self.noise is None else self.noise.to(like)
+        if len(noise) < rows:
+            noise = torch.cat([noise, like.new_zeros(rows - len(noise), *like.shape[1:])])
+        self.noise = noise
+        return noise

@@ -1,32 +1,34 @@
-"""The one training loop: pre-training, pruning and fine-tuning differ in the pruner only."""
+"""The training loop. Pre-training, pruning and fine-tuning use the same loop with different pruners."""
 
 import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from harp import finite
-from harp.data import check_batch
+from harp.data.dataset import check_batch
+from harp.engine.sparse_training import SparseForward
 from harp.errors import CheckpointError, ModelError, RecipeError
-from harp.files import reason
-from harp.finite import Guard
-from harp.free import Free
-from harp.frozen import frozen
-from harp.loaders import EpochBatches, by_epoch
-from harp.processes import ranks
-from harp.processes.engine import launch
-from harp.processes.noise import shared
-from harp.processes.synchronise import Synchronised, share_buffers, synchronising
-from harp.pruners.base import Objective, Plan, Pruner
-from harp.schedules import cosine
-from harp.seeds import derive
-from harp.sparse.training import SparseForward
+from harp.models.modes import evaluating
+from harp.pruning.methods.base import Loss, Objective, PlainObjective, Plan, Pruner, as_objective
+from harp.pruning.schedules import cosine
+from harp.system.distributed import collectives
+from harp.system.distributed.fabric import launch
+from harp.system.distributed.shared_noise import shared
+from harp.system.distributed.sync_batchnorm import Synchronised, share_buffers, synchronising
+from harp.system.files import reason
+from harp.system.seeds import derive
+from harp.training import divergence
+from harp.training.dataloaders import EpochBatches, by_epoch
+from harp.training.divergence import Guard
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 logger = logging.getLogger("harp")
 
@@ -34,36 +36,48 @@ Record = dict[str, Any]
 
 
 class Keeper(Protocol):
-    """Where a training keeps its state: `harp.keeper.Keeper` writes files."""
+    """Saves and loads the state of a training: `harp.training.checkpointing.Keeper` writes files."""
 
     def load(self) -> dict[str, Any] | None:
-        """The state to go on from."""
+        """The state to resume from, or None."""
         ...
 
     def due(self, last: bool = False) -> bool:
-        """Whether to save before the end of an epoch; after its last step validation comes, which may take long."""
+        """Whether to save now, before the end of the epoch; `last`: validation comes next, which may take long."""
         ...
 
     def save(self, state: dict[str, Any]) -> None:
-        """Keep the state; raises `Interrupted` when somebody asked to stop."""
+        """Save the state; raises `Interrupted` if a stop was requested."""
         ...
 
 
 @dataclass
 class Fitted:
-    """What a training leaves: the masks, one record an epoch, and the epoch whose weights the model now holds."""
+    """The result of a training: the masks, one record an epoch, and the epoch whose weights the model now holds.
+
+    Arguments:
+        masks: the pruner's final masks, by parameter name.
+        history: the records.
+        epoch: the chosen epoch, counted from 1.
+        seconds: the time that the training took, including the parts before an interruption.
+        met: whether the pruner met the budget in an epoch that could be chosen. The masks meet it in any case.
+
+    Example:
+        fitted = harp.fit(model, batches, harp.Natural(), harp.Magnitude(units, keep=0.1), epochs=1)
+        print(fitted.epoch, fitted.history[-1]["loss"])
+    """
 
     masks: dict[str, Tensor]
     history: list[Record] = field(default_factory=list)
     epoch: int = 0
-    seconds: float = 0.0  # of all its parts, if it was interrupted
-    met: bool = True  # whether the pruner met the budget in an epoch that could be chosen; the masks meet it anyway
+    seconds: float = 0.0
+    met: bool = True
 
 
 def fit(
     model: nn.Module,
     batches: EpochBatches | Iterable[tuple[Tensor, Tensor]],
-    objective: Objective,
+    objective: Objective | Loss,
     pruner: Pruner,
     *,
     epochs: int,
@@ -80,21 +94,36 @@ def fit(
     on_epoch: Callable[[Record], None] | None = None,
     keeper: Keeper | None = None,
     sync_norms: bool = True,
-    fabric: Any = None,
+    fabric: "Fabric | None" = None,
 ) -> Fitted:
-    """Train `model` under `objective`, its weights decided by `pruner`, and leave the answer in the model.
+    """Train `model` under `objective`, with weights that `pruner` decides, and leave the final weights in the model.
 
     Arguments:
-        batches: callable by epoch, or anything that gives (x, y) pairs each time it is iterated, such as a DataLoader.
+        model: any `nn.Module`; it holds the final weights at the end.
+        batches: callable by epoch, or an iterable of (x, y) pairs that can be iterated again, such as a DataLoader.
+        objective: what is minimised: `harp.PgdTraining()`, another `harp.Objective`, or a function `(model, x, y,
+            forward=None) -> loss` that calls `forward` instead of the model if it is not None.
+        pruner: decides the weights: a method such as `harp.Harp(units, keep=0.01)`, `harp.Dense` or `harp.Fixed`.
+        epochs: the number of passes over all batches.
+        lr, momentum, weight_decay: of the default optimiser; some methods use them for their own schedules too.
         optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
-        schedule: the learning rate's factor as a function of progress from 0 to 1.
-        accumulate: parts that each batch is split into, to save memory.
+        schedule: the factor of the learning rate as a function of progress from 0 to 1.
+        accumulate: the number of parts that each batch is split into, to save memory.
         seed: every step's randomness derives from (seed, epoch, step, rank), a DataLoader's order from (seed, epoch).
-        validate: called at the end of each epoch with the answer's weights in the model, in every process, which may
-            share the work; returns metrics, of which the first process's count.
-        select: the metric whose best epoch (the pruner being ready) is left in the model; None: the last epoch.
-        sync_norms: with several processes, let batch norms take the statistics of all their images together.
+        validate: called at the end of each epoch with the final weights in the model, in every process; the processes
+            may share the work. It returns metrics; those of the first process are used.
+        select: the metric that chooses the epoch to keep, among those in which the pruner is ready; None: the last
+            epoch.
+        sync_norms: with several processes, let batch norms use the statistics of the images of all processes.
         fabric: a launched `lightning_fabric.Fabric`; default one process on the best device.
+        on_step, on_epoch: called with a record of numbers after each step and each epoch.
+        keeper: saves the state and resumes from it, such as `harp.training.checkpointing.Keeper`.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Harp(units, keep=0.1)
+        fitted = harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
+        harp.fit(model, batches, harp.PgdTraining(steps=1), harp.Fixed(units, fitted.masks), epochs=1, lr=0.01)
     """
     if epochs < 0 or accumulate < 1:
         raise RecipeError(f"epochs {epochs}, accumulate {accumulate}: give at least 0 and 1")
@@ -104,20 +133,20 @@ def fit(
     model.to(fabric.device)
     groups = pruner.trainable()
     make = optimizer or (lambda gs: SGD(gs, lr=lr, momentum=momentum, weight_decay=weight_decay))
-    replays: int = getattr(objective, "replays", 1)
-    plan = Plan(epochs, max(1, len(source)) * replays, lr, momentum, weight_decay, schedule)
-    training = _Training(fabric, model, pruner, objective, source, make(groups), plan, accumulate, seed, sync_norms)
+    task = as_objective(objective).begin()
+    plan = Plan(epochs, max(1, len(source)) * task.replays, lr, momentum, weight_decay, schedule)
+    training = _Training(fabric, model, pruner, task, source, make(groups), plan, accumulate, seed, sync_norms)
     with torch.random.fork_rng(_cuda_devices(fabric)):
         training.run(validate, select, on_step, on_epoch, keeper)
     return training.close()
 
 
 class _Training:
-    """The state of one `fit`: what a checkpoint holds, and the steps over it."""
+    """One call of `fit`: the state that a checkpoint holds, and the steps of the loop."""
 
     def __init__(
         self,
-        fabric: Any,
+        fabric: "Fabric",
         model: nn.Module,
         pruner: Pruner,
         objective: Objective,
@@ -130,26 +159,24 @@ class _Training:
     ) -> None:
         self.fabric, self.model, self.pruner = fabric, model, pruner
         self.batches, self.plan, self.accumulate, self.seed = batches, plan, accumulate, seed
-        begin: Callable[[], Free] | None = getattr(objective, "begin", None)
-        self.free = None if begin is None else begin()
-        self.objective = pruner.wrap(objective if self.free is None else self.free)
-        self.replays: int = getattr(objective, "replays", 1)
+        self.objective = objective
+        self.loss = pruner.wrap(objective.function if isinstance(objective, PlainObjective) else objective)
         pruner.bind(optimizer)
         self.forward, self.optimizer = fabric.setup(model, optimizer)  # data parallelism and precision, only here
         self.sync_norms = sync_norms and fabric.world_size > 1
-        passing = Synchronised(self.forward) if self.sync_norms else self.forward
-        self.sparsely = SparseForward(model, passing, pruner.lasting())
+        dense_forward = Synchronised(self.forward) if self.sync_norms else self.forward
+        self.sparse_forward = SparseForward(model, dense_forward, pruner.lasting())
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         names = {id(tensor): name for name, tensor in (*pruner.named_parameters(), *model.named_parameters())}
         trained = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         latents = {names.get(id(tensor), f"parameter {n}"): tensor for n, tensor in enumerate(trained)}
         self.guard = Guard(latents, fabric)
-        kept = {**latents, **dict(model.named_parameters()), **dict(model.named_buffers())}
-        endless = finite.unfinite(kept)  # such as a buffer that masks by infinities
-        self.weights = {name: tensor for name, tensor in kept.items() if name not in endless}
+        tensors = {**latents, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        not_finite = divergence.unfinite(tensors)  # from the start, such as a mask of infinities in a buffer
+        self.weights = {name: tensor for name, tensor in tensors.items() if name not in not_finite}
         self.epoch = self.step = 0
         self.loss_sum = 0.0
-        self.before, self.began = 0.0, time.monotonic()  # seconds spent before an interruption; since then
+        self.seconds_before, self.started = 0.0, time.monotonic()  # the former: before an interruption
         self.history: list[Record] = []
         self.best: dict[str, Any] | None = None
 
@@ -161,12 +188,12 @@ class _Training:
         on_epoch: Callable[[Record], None] | None,
         keeper: Keeper | None,
     ) -> None:
-        """Go through all epochs, from where the keeper's state stands."""
+        """Run all epochs, from the keeper's state if there is one."""
         self.begin(keeper)
         while self.epoch < self.plan.epochs:
             self.forward.train()
-            if self.free is not None and self.step == 0:
-                self.free.start_epoch()
+            if self.step == 0:
+                self.objective.start_epoch()
             for x, y in self.batches(self.epoch, self.step):
                 loss = self.train_step(x, y)
                 if on_step:
@@ -174,13 +201,13 @@ class _Training:
                 if keeper is not None and keeper.due(self.step == len(self.batches)):
                     keeper.save(self.state())
             record = self.end_epoch(validate, select)
-            if on_epoch:  # before it counts as done: should the process end here, it is logged again, not left out
+            if on_epoch:  # before the state is saved: if the process ends here, the epoch is logged twice, not never
                 on_epoch(record)
             if keeper is not None:
                 keeper.save(self.state())
 
     def begin(self, keeper: Keeper | None) -> None:
-        """Take the keeper's state, or start; every rank from rank 0's latents and buffers."""
+        """Load the keeper's state if there is one, and start; every rank takes rank 0's latents and buffers."""
         state = keeper.load() if keeper is not None else None
         if state is not None:
             try:
@@ -189,7 +216,7 @@ class _Training:
                 raise CheckpointError(
                     f"the saved state has no {error}, another version wrote it: delete it to start the stage anew"
                 ) from error
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # of torch, over several lines
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # raised by torch
                 raise CheckpointError(
                     f"the saved state is of another model, pruner or optimiser ({reason(error)}): delete it to start "
                     "the stage anew"
@@ -198,23 +225,24 @@ class _Training:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)
             share_buffers(self.model)
-        self.model.zero_grad()  # of a training before this one: the optimiser may not have them all
+        self.model.zero_grad()  # an earlier training may have left gradients that the optimiser does not clear
         self.pruner.start(self.plan)
 
     def train_step(self, x: Tensor, y: Tensor) -> float:
-        """Train on a batch: one update, or as many as the objective replays it; return the last loss."""
+        """Train on a batch, with one update for each replay of the objective; return the last loss."""
         x, y = self.fabric.to_device((x, y))
         if self.step == 0 and self.epoch == 0:
             self.check(x, y)
         if self.pruner.example is None:
             self.pruner.example = x[:1].detach()
-        for replay in range(self.replays):
-            loss = self.update(x, y, self.step * self.replays + replay)
+        replays = self.objective.replays
+        for replay in range(replays):
+            loss = self.update(x, y, self.step * replays + replay)
         self.step += 1
         return loss
 
     def update(self, x: Tensor, y: Tensor, number: int) -> float:
-        """One optimiser step: objective, gradients pulled back to the latents, step, weights written."""
+        """One optimiser step: loss, gradients pulled back to the latents, step, weights written."""
         rank, world = self.fabric.global_rank, self.fabric.world_size
         torch.manual_seed(derive(self.seed, "rank", self.epoch, number, rank))
         factor = self.plan.shape((self.epoch + number / self.plan.steps) / self.plan.epochs)
@@ -223,35 +251,34 @@ class _Training:
         self.optimizer.zero_grad()
         with shared(derive(self.seed, "step", self.epoch, number, 0), rank, world):
             loss = self.backward(x, y)
-        if self.free is not None:
-            self.free.after_backward()
+        self.objective.after_backward()
         self.pruner.after_backward()
-        self.guard.watch(loss, self.where(self.step + 1))
+        self.guard.watch(loss, self.position(self.step + 1))
         self.optimizer.step()
         self.pruner.after_step()
-        if world > 1:  # what a module keeps of its own part of the batch would change attacks, and be lost on resume
+        if world > 1:  # buffers that differ between processes would change attacks, and would be lost on resume
             share_buffers(self.model)
         self.loss_sum += loss
         return loss
 
     @torch.no_grad()
     def check(self, x: Tensor, y: Tensor) -> None:
-        """Refuse data that would train to nonsense: outside [0, 1], or labels without a logit."""
-        with frozen(self.model, x[:1], fast=False) as logits:
-            check_batch(x, y, logits(x[:1]).shape[-1])
+        """Refuse images outside [0, 1] and labels without a logit."""
+        with evaluating(self.model):
+            check_batch(x, y, self.model(x[:1]).shape[-1])
 
     def backward(self, x: Tensor, y: Tensor) -> float:
-        """Gradients of the batch's mean loss, in parts; ranks exchange them with the last part only."""
+        """Compute the gradients of the batch's mean loss, in parts; ranks exchange them with the last part only."""
         total = 0.0
         parts = list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
         for number, (part, labels) in enumerate(parts, 1):
             with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
                 with self.fabric.autocast(), synchronising(self.sync_norms):
-                    loss = self.objective(self.model, part, labels, forward=self.sparsely) * (len(part) / len(x))
-                if loss.requires_grad:  # a method may only look, and train nothing
+                    loss = self.loss(self.model, part, labels, forward=self.sparse_forward) * (len(part) / len(x))
+                if loss.requires_grad:  # not if a method only measures and trains nothing
                     self.fabric.backward(loss)
             total += float(loss.detach())
-        if self.fabric.world_size > 1:  # latents that have gradients of their own are no part of the wrapped model
+        if self.fabric.world_size > 1:  # the wrapped model does not average the gradients of the pruner's latents
             for latent in self.pruner.parameters():
                 if latent.grad is not None:
                     torch.distributed.all_reduce(latent.grad)
@@ -259,11 +286,11 @@ class _Training:
         return total
 
     def end_epoch(self, validate: Callable[[], Mapping[str, float]] | None, select: str | None) -> Record:
-        """Validate the answer of this epoch, keep it if it is the best, and move on."""
+        """Validate the weights of this epoch, keep them if they are the best, and go to the next epoch."""
         self.guard.check()
-        self.agree()
-        updates = max(1, self.step * self.replays)
-        record: Record = {"epoch": self.epoch + 1, "loss": ranks.mean(self.fabric, self.loss_sum) / updates}
+        self.check_agreement()
+        updates = max(1, self.step * self.objective.replays)
+        record: Record = {"epoch": self.epoch + 1, "loss": collectives.mean(self.fabric, self.loss_sum) / updates}
         record |= {"lr": self.optimizer.param_groups[0]["lr"], **self.pruner.metrics()}
         self.pruner.after_epoch()
         record["ready"] = self.pruner.ready
@@ -278,7 +305,7 @@ class _Training:
         return record
 
     def keep_if_best(self, record: Record, select: str | None) -> None:
-        """Remember the epoch with the highest metric; of equal ones the later."""
+        """Keep the epoch with the highest metric; of equal ones the later."""
         if select is None or not self.pruner.ready:
             return
         if select not in record:
@@ -287,11 +314,11 @@ class _Training:
             state = {"model": self.model.state_dict(), "pruner": self.pruner.state_dict()}
             self.best = {"value": record[select], "epoch": record["epoch"], **copy.deepcopy(state)}
 
-    def agree(self) -> None:
-        """Refuse to go on when processes have come to different weights or masks: they would train for nothing."""
+    def check_agreement(self) -> None:
+        """Raise an error if processes hold different weights or masks."""
         if self.fabric.world_size == 1:
             return
-        process = ranks.astray(self.fabric, (*self.model.parameters(), *self.pruner.masks().values()))
+        process = collectives.astray(self.fabric, (*self.model.parameters(), *self.pruner.masks().values()))
         if process is not None:
             raise ModelError(
                 f"after epoch {self.epoch + 1} process {process} holds other weights or masks than process 0: is the "
@@ -299,44 +326,47 @@ class _Training:
             )
 
     def seconds(self) -> float:
-        """The time that this training took so far."""
-        return self.before + time.monotonic() - self.began
+        """The time that this training has taken so far."""
+        return self.seconds_before + time.monotonic() - self.started
 
-    def where(self, step: int) -> str:
-        """The place in the training, for people."""
+    def position(self, step: int) -> str:
+        """The position in the training, for messages."""
         return f"epoch {self.epoch + 1}, step {step}, at learning rate {self.optimizer.param_groups[0]['lr']:g}"
 
     def state(self) -> dict[str, Any]:
-        """All that the future depends on."""
+        """The state to save: all that the rest of the training depends on."""
         self.guard.check()
-        finite.check_weights(self.weights, self.where(self.step))  # what is no good is not put in the place of what is
-        noise = None if self.free is None else self.free.noise
+        divergence.check_weights(self.weights, self.position(self.step))  # a bad state must not replace a good one
+        noise, objective_state = self.objective.noise, self.objective.state()
         return {
             "epoch": self.epoch,
             "step": self.step,
-            "loss_sum": ranks.mean(self.fabric, self.loss_sum),
-            "noise": None if noise is None else ranks.whole(self.fabric, noise),
+            "loss_sum": collectives.mean(self.fabric, self.loss_sum),
+            "noise": None if noise is None else collectives.whole(self.fabric, noise),
             "seconds": self.seconds(),
             "history": self.history,
             "best": self.best,
             "model": self.model.state_dict(),
             "pruner": self.pruner.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            **({"objective": objective_state} if objective_state else {}),
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take a state back."""
+        """Load a saved state."""
         self.epoch, self.step, self.loss_sum = state["epoch"], state["step"], state["loss_sum"]
-        self.before = state["seconds"]
-        if self.free is not None and state["noise"] is not None:
-            self.free.noise = ranks.own(self.fabric, state["noise"])
+        self.seconds_before = state["seconds"]
+        if state["noise"] is not None:
+            self.objective.noise = collectives.own(self.fabric, state["noise"])
+        if "objective" in state:
+            self.objective.load_state(state["objective"])
         self.history, self.best = state["history"], state["best"]
         self.model.load_state_dict(state["model"])
         self.pruner.load_state_dict(state["pruner"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> Fitted:
-        """Leave the chosen epoch's answer in the model."""
+        """Leave the chosen epoch's weights in the model, and return the result."""
         epoch = self.epoch
         if self.best is not None:
             epoch = self.best["epoch"]
@@ -349,16 +379,16 @@ class _Training:
 
 
 def budget_warning(history: Sequence[Record], stage: str | None = None) -> str:
-    """One sentence on a training whose pruner did not meet the budget: by how much, what was done, what to try."""
-    where = "in training" if stage is None else f"in stage {stage}"
+    """A warning that the pruner did not meet the budget: by how much, what was done, what to try."""
+    place = "in training" if stage is None else f"in stage {stage}"
     loss = history[-1].get("budget_loss") if history else None
     excess = f" (exceeded by {100 * loss:.3g} % at the end)" if loss else ""
     return (
-        f"The budget was not met {where}{excess}, so the masks were cut to it after the last epoch (HARP's: at LAMP's "
+        f"The budget was not met {place}{excess}, so the masks were cut to it after the last epoch (HARP's: at LAMP's "
         "rates, not at the learned ones); train for more epochs, keep more, or let the budget weigh more (HARP: a "
         "larger gamma_step, or without `published`)."
     )
 
 
-def _cuda_devices(fabric: Any) -> list[int]:
+def _cuda_devices(fabric: "Fabric") -> list[int]:
     return [fabric.device.index or 0] if fabric.device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""The numbers of a training, epoch by epoch."""
+"""The file of a training's metrics, one line an epoch."""
 
 import json
 import logging
@@ -7,24 +7,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harp import files
 from harp.errors import DiskError
+from harp.system import files
 
 logger = logging.getLogger("harp")
 
 
 class MetricsFile:
-    """One JSON line an epoch, and TensorBoard events where that is installed; an epoch done again replaces its line.
+    """One JSON line an epoch, and TensorBoard events if it is installed; a repeated epoch replaces its line.
 
-    A disk that takes nothing costs no training: the lines are written when it has room again.
+    A failed write does not stop the training: the lines are written with the next epoch.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self.lines: dict[int, str] = {}  # of this process, by epoch
-        self.behind = False  # a line could not be written yet
+        self.behind = False  # whether the last write failed
         self.board: Any = None
-        self.make: Any = None  # what makes the board, where TensorBoard is installed
+        self.make: Any = None  # the class of the board, if TensorBoard is installed
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -35,12 +35,12 @@ class MetricsFile:
     def write(self, record: Mapping[str, Any]) -> None:
         """Add an epoch."""
         self.lines[record["epoch"]] = json.dumps(record)
-        self._put()
+        self._write_lines()
         if self.make is not None:
-            self._show(record)
+            self._write_events(record)
 
-    def _put(self) -> None:
-        """Write the lines of this process behind those of earlier ones."""
+    def _write_lines(self) -> None:
+        """Write the lines of this process after those of earlier processes."""
         earlier = {number: line for number, line in _lines(self.path).items() if number < min(self.lines)}
         merged = earlier | self.lines
         try:
@@ -50,8 +50,8 @@ class MetricsFile:
             logger.warning("%s; it is written with the next epoch", error)
             self.behind = True
 
-    def _show(self, record: Mapping[str, Any]) -> None:
-        """Add an epoch to TensorBoard's events; those of an earlier process from this epoch on no longer count."""
+    def _write_events(self, record: Mapping[str, Any]) -> None:
+        """Add an epoch to TensorBoard's events; events of an earlier process from this epoch on are hidden."""
         try:
             if self.board is None:
                 self.board = self.make(str(self.path.parent / "tensorboard"), purge_step=record["epoch"])
@@ -64,20 +64,20 @@ class MetricsFile:
             self.board = self.make = None
 
     def close(self) -> None:
-        """Write what is left to write, and close the event file."""
+        """Write the remaining lines, and close the event file."""
         if self.behind:
-            self._put()
+            self._write_lines()
         if self.board is not None:
-            with suppress(OSError):  # the last events: a training has ended well without them
+            with suppress(OSError):  # the training is complete without the last events
                 self.board.close()
 
 
 def _lines(path: Path) -> dict[int, str]:
-    """The lines of a file by their epochs; what is no such line is left out."""
-    found: dict[int, str] = {}
+    """The lines of a file by epoch, without damaged ones."""
+    lines: dict[int, str] = {}
     for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else []:
         try:
-            found[int(json.loads(line)["epoch"])] = line
+            lines[int(json.loads(line)["epoch"])] = line
         except (ValueError, KeyError, TypeError):
             logger.warning("a damaged line of %s is left out: %.40s", path, line)
-    return found
+    return lines

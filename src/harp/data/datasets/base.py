@@ -4,7 +4,7 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harp.display import Quiet
+from harp.data.dataset import DataSet, Split
+from harp.data.formats import Array, Bytes, Centre, Extents, Integers, memory_size
+from harp.data.streaming.images import Streamed
 from harp.errors import DataError
-from harp.readers import Array, Bytes, Centre, Extents, Integers, memory_size
-from harp.split import DataSet, Split
-from harp.streaming.streamed import Streamed
+from harp.system.progress import Quiet
 
 logger = logging.getLogger("harp")
 
@@ -27,12 +27,35 @@ UNKNOWN = "no published checksum to compare with"
 
 
 @dataclass(frozen=True)
+class Facts:
+    """A data set as it was published: how many images, of which shape (channels, height, width) and classes."""
+
+    train: int
+    test: int
+    shape: tuple[int, int, int]
+    classes: int
+    hub: str | None = None  # what hubs of models call it
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The usual threat, lengths and crops on a data set; by default those of the paper."""
+
+    epsilon: str = "8/255"
+    step: str = "2/255"
+    epochs: tuple[int, int, int] = (100, 20, 100)  # pre-train, prune, fine-tune
+    pad: int = 4  # small images would lose what they show
+
+
+@dataclass(frozen=True)
 class Source(ABC):
     """A data set by name: what it is, which files have to be there, and how they are read from a folder."""
 
     name: str
     description: str
     files: str
+    facts: Facts | None = field(default=None, kw_only=True)  # None: only its files tell
+    preset: Preset = field(default=Preset(), kw_only=True)
 
     @abstractmethod
     def read(self, folder: Path, size: int | None) -> DataSet:
@@ -54,8 +77,6 @@ class Found(NamedTuple):
 class Encoded(Source):
     """A data set of image files: they may be decoded once and held in memory, or stay where they are."""
 
-    usual_size: int | None = None
-
     @abstractmethod
     def find(self, folder: Path, display: Quiet) -> Found:
         """Where the images are, without opening one."""
@@ -75,7 +96,7 @@ class Encoded(Source):
     ) -> DataSet:
         """Find the images and decode them, unless they are to be streamed."""
         display = display or Quiet()
-        side = self.usual_size if size is None else size
+        side = self.facts.shape[1] if size is None and self.facts is not None else size
         if side is None:
             raise DataError(f"{self.name}: no image size for {folder}, expected size= in pixels, such as 64")
         look = Centre(side, 1.0 if margin is None else margin)

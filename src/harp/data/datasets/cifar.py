@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import readers
-from harp.readers import Bytes, Integers, Payload
-from harp.sources.source import Checked, Published, md5
-from harp.split import DataSet
+from harp.data import formats
+from harp.data.dataset import DataSet
+from harp.data.datasets.base import Checked, Published, md5
+from harp.data.formats import Bytes, Integers, Payload
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Cifar(Published):
         for place, version in choices:
             archive = place / version.archive
             if archive.is_file():
-                members = readers.read_archive(archive, [f"{version.folder}/{file}" for file in version.files])
+                members = formats.read_archive(archive, [f"{version.folder}/{file}" for file in version.files])
                 held = {file: members[f"{version.folder}/{file}"] for file in version.files}
                 return self._join(version, held.__getitem__, archive)
         raise self.missing(f"{self.versions[0].folder} or {self.versions[0].archive}", folder)
@@ -63,7 +63,7 @@ class Cifar(Published):
     def _from_folder(self, folder: Path, file: str) -> Payload:
         if not (folder / file).exists():
             raise self.missing(file, folder)
-        return readers.read_file(folder / file, "a CIFAR batch")
+        return formats.read_file(folder / file, "a CIFAR batch")
 
     def _join(self, version: Version, fetch: Callable[[str], Payload], origin: Path) -> DataSet:
         *train, test = (version.check(file, fetch(file)) for file in version.files)
@@ -89,14 +89,14 @@ CIFAR10 = (
         folder="cifar-10-batches-py",
         archive="cifar-10-python.tar.gz",
         files=dict(_CIFAR10_MD5),
-        read=readers.read_cifar_batch,
+        read=formats.read_cifar_batch,
         by_record=True,
     ),
     Version(
         folder="cifar-10-batches-bin",
         archive="cifar-10-binary.tar.gz",
         files={f"{name}.bin": digest for name, digest in _CIFAR10_MD5.items()},
-        read=partial(readers.read_cifar_binary, label_bytes=1),
+        read=partial(formats.read_cifar_binary, label_bytes=1),
     ),
 )
 CIFAR100 = (
@@ -104,13 +104,13 @@ CIFAR100 = (
         folder="cifar-100-python",
         archive="cifar-100-python.tar.gz",
         files={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
-        read=readers.read_cifar_batch,
+        read=formats.read_cifar_batch,
     ),
     Version(
         folder="cifar-100-binary",
         archive="cifar-100-binary.tar.gz",
         files={"train.bin": None, "test.bin": None},
-        read=partial(readers.read_cifar_binary, label_bytes=2),
+        read=partial(formats.read_cifar_binary, label_bytes=2),
     ),
 )
 # fmt: off

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harp import readers
+from harp.data import formats
+from harp.data.formats import File
 from harp.errors import DataError
-from harp.readers import File
 
 _FOLDER = "ILSVRC2012_devkit_t12"
 _META, _TRUTH = "data/meta.mat", "data/ILSVRC2012_validation_ground_truth.txt"
@@ -25,19 +25,19 @@ def find_devkit(place: Path) -> Devkit | None:
     if folder.is_dir():
         return _devkit(folder / _META, folder / _TRUTH)
     if archive.is_file():
-        members = readers.read_archive(archive, [f"{_FOLDER}/{_META}", f"{_FOLDER}/{_TRUTH}"])
+        members = formats.read_archive(archive, [f"{_FOLDER}/{_META}", f"{_FOLDER}/{_TRUTH}"])
         return _devkit(members[f"{_FOLDER}/{_META}"], members[f"{_FOLDER}/{_TRUTH}"])
     return None
 
 
 def _devkit(meta: File, truth: File) -> Devkit:
     synset, words = {}, {}
-    for record in readers.read_mat5_records(meta, "synsets"):
+    for record in formats.read_mat5_records(meta, "synsets"):
         number, name, text = (record.get(key) for key in ("ILSVRC2012_ID", "WNID", "words"))
         if isinstance(number, float) and isinstance(name, str):
             synset[int(number)] = name
             words[name] = str(text or name)
-    name, data = readers.read_file(truth, "the ground truth of the validation images")
+    name, data = formats.read_file(truth, "the ground truth of the validation images")
     lines = data.decode("ascii", "replace").split()
     for position, line in enumerate(lines):
         if not line.isdigit() or int(line) not in synset:

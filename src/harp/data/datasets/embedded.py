@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import readers
+from harp.data import formats
+from harp.data.dataset import DataSet
+from harp.data.datasets.base import Source, split_of
+from harp.data.datasets.npz import KEYS
+from harp.data.formats import Payload
 from harp.errors import DataError
-from harp.readers import Payload
-from harp.sources.npz import KEYS
-from harp.sources.source import Source, split_of
-from harp.split import DataSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class Embedded(Source):
 
     def read(self, folder: Path, size: int | None) -> DataSet:
         """Read it from the package, whatever the folder."""
-        data = (resources.files("harp") / "embedded" / f"{self.name}.npz").read_bytes()
+        data = (resources.files("harp.data") / "embedded" / f"{self.name}.npz").read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise DataError(f"embedded {self.name}.npz: another sha256 than released, expected an intact installation")
-        arrays = readers.read_npz(Payload(f"{self.name}.npz", data), KEYS)
+        arrays = formats.read_npz(Payload(f"{self.name}.npz", data), KEYS)
         train, test = (
             split_of(np.array(arrays[f"x_{part}"])[:, None], arrays[f"y_{part}"].astype(np.int64))
             for part in ("train", "test")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harp import readers
-from harp.display import Quiet
-from harp.sources.source import UNKNOWN, Encoded, Found
+from harp.data import formats
+from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.system.progress import Quiet
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,5 @@ class Folder(Encoded):
     def find(self, folder: Path, display: Quiet) -> Found:
         """List every image below `folder`."""
         with display.counting(f"list {folder.name}", 1):
-            found = readers.list_image_folder(folder, display.count)
+            found = formats.list_image_folder(folder, display.count)
         return Found(*found, source=f"{folder}; {UNKNOWN}")

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import readers
-from harp.display import Quiet
+from harp.data import formats
+from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.devkit import Devkit, find_devkit
+from harp.data.datasets.index import Entries, Index, indexed
+from harp.data.datasets.wordnet import class_names, read_words
+from harp.data.formats import Extents, Integers, TarIndex
 from harp.errors import DataError
-from harp.readers import Extents, Integers, TarIndex
-from harp.sources.devkit import Devkit, find_devkit
-from harp.sources.index import Entries, Index, indexed
-from harp.sources.source import UNKNOWN, Encoded, Found
-from harp.sources.wordnet import class_names, read_words
+from harp.system.progress import Quiet
 
 _TRAIN, _VAL = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _NUMBERED = re.compile(r"(?:.*/)?ILSVRC2012_val_(\d{8})\.JPEG")
@@ -46,9 +46,9 @@ class ImageNet(Encoded):
     def _train(self, place: Path, display: Quiet) -> tuple[tuple[str, ...], Extents, Integers]:
         if (place / "train").is_dir():
             with display.counting("list train", 1):
-                listed = readers.files_by_class(place, "train", display.count)
+                listed = formats.files_by_class(place, "train", display.count)
             synsets = tuple(sorted(listed))
-            return synsets, *readers.joined(place, listed, synsets)
+            return synsets, *formats.joined(place, listed, synsets)
         archive = place / _TRAIN
         index = indexed([archive], lambda: _classes_in(archive, display))
         names = sorted({index.names[row].partition("/")[0] for row in _first_of_each(index.labels)})
@@ -59,17 +59,17 @@ class ImageNet(Encoded):
         label = {synset: number for number, synset in enumerate(synsets)}
         if folder.is_dir() and any(path.is_dir() for path in folder.iterdir()):
             with display.counting("list val", 1):
-                listed = readers.files_by_class(place, "val", display.count)
+                listed = formats.files_by_class(place, "val", display.count)
             if unknown := sorted(set(listed) - set(synsets)):
                 raise DataError(f"{folder}: class {unknown[0]} is not in train, expected the classes of train")
-            return readers.joined(place, listed, synsets)
+            return formats.joined(place, listed, synsets)
         if not folder.is_dir() and not archive.is_file():
             raise DataError(f"{self.name}: no val or {_VAL} in {place}, expected {self.files}")
         if kit is None:
             raise DataError(f"{self.name}: no {_KIT} in {place}, expected it for the labels of val")
         if folder.is_dir():
             names = sorted(path.name for path in folder.iterdir() if _NUMBERED.fullmatch(path.name))
-            found = readers.whole_files(
+            found = formats.whole_files(
                 str(place), [f"val/{name}" for name in names], [(folder / name).stat().st_size for name in names]
             )
         else:

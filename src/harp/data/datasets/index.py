@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import files
+from harp.data.formats import Extents, Integers, Names
 from harp.errors import CheckpointError
-from harp.readers import Extents, Integers, Names
+from harp.system import files
 
 logger = logging.getLogger("harp")
 

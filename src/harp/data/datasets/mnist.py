@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import readers
+from harp.data import formats
+from harp.data.dataset import DataSet
+from harp.data.datasets.base import Checked, Published, md5
+from harp.data.formats import Bytes
 from harp.errors import DataError
-from harp.readers import Bytes
-from harp.sources.source import Checked, Published, md5
-from harp.split import DataSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Mnist(Published):
         paths = [path for path in (place / f"{file}.gz", place / file) if path.is_file()]
         if not paths:
             raise self.missing(f"{file}.gz", place)
-        array = readers.read_idx(paths[0])
+        array = formats.read_idx(paths[0])
         header = b"\0\0\x08" + struct.pack(f">B{array.ndim}I", array.ndim, *array.shape)
         return array, md5(header, array.data) == self.digests[file]
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harp import readers
+from harp.data import formats
+from harp.data.dataset import DataSet, check_range
+from harp.data.datasets.base import UNKNOWN, Source, split_of
+from harp.data.formats import Array, Integers
 from harp.errors import DataError
-from harp.readers import Array, Integers
-from harp.sources.source import UNKNOWN, Source, split_of
-from harp.split import DataSet, check_range
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 """The arrays that the file must have."""
@@ -22,7 +22,7 @@ class Npz(Source):
     def read(self, folder: Path, size: int | None) -> DataSet:
         """Read and check the four arrays."""
         path = folder / "data.npz" if folder.is_dir() else folder
-        arrays = readers.read_npz(path, KEYS)
+        arrays = formats.read_npz(path, KEYS)
         train, test = (
             split_of(_images(f"{path}: x_{part} ", arrays[f"x_{part}"]), _labels(path, part, arrays))
             for part in ("train", "test")

@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harp.display import Quiet
+from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.index import Entries, Index, indexed
+from harp.data.formats import Integers, Member, TarIndex
 from harp.errors import DataError
-from harp.readers import Integers, Member, TarIndex
-from harp.sources.index import Entries, Index, indexed
-from harp.sources.source import UNKNOWN, Encoded, Found
+from harp.system.progress import Quiet
 
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp"))
 """What the members with images end in."""

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from harp import readers
+from harp.data import formats
+from harp.data.dataset import DataSet
+from harp.data.datasets.base import Checked, Published, md5
 from harp.errors import DataError
-from harp.sources.source import Checked, Published, md5
-from harp.split import DataSet
 
 _MD5 = {
     "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
@@ -30,8 +30,8 @@ class Svhn(Published):
         """X is 32x32x3xN and y calls the digit 0 a 10."""
         if not path.exists():
             raise self.missing(path.name, path.parent)
-        payload = readers.read_file(path, "a MATLAB v5 file")
-        variables = readers.read_mat5(payload)
+        payload = formats.read_file(path, "a MATLAB v5 file")
+        variables = formats.read_mat5(payload)
         images, labels = variables.get("X"), variables.get("y")
         if images is None or labels is None:
             raise DataError(f"{path}: variables {', '.join(variables) or 'none'}, expected X and y")

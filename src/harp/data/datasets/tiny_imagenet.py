@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from harp import readers
-from harp.display import Quiet
+from harp.data import formats
+from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.wordnet import class_names, read_words
 from harp.errors import DataError
-from harp.sources.source import UNKNOWN, Encoded, Found
-from harp.sources.wordnet import class_names, read_words
+from harp.system.progress import Quiet
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,6 @@ class TinyImageNet(Encoded):
         if place is None:
             raise DataError(f"{self.name}: no train and val in {folder}, expected {self.files}")
         with display.counting(f"list {self.name}", 1):
-            found = readers.list_image_folder(place, display.count, held="val")
+            found = formats.list_image_folder(place, display.count, held="val")
         names = class_names(found.classes, read_words(place / "words.txt"))
         return Found(*found[:4], classes=names, source=f"{place}; {UNKNOWN}")

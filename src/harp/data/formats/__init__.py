@@ -5,24 +5,17 @@ allocated, no pickle can call a function, and whatever is wrong ends in a `DataE
 expected. Nothing here knows of torch, of splits or of batches.
 """
 
-from harp.readers.archive import read_archive
-from harp.readers.cifar import PIXELS, read_cifar_batch, read_cifar_binary
-from harp.readers.extents import Extents, Names, Place, read_place, whole_files
-from harp.readers.folder import (
-    SUFFIXES,
-    Listed,
-    files_by_class,
-    joined,
-    list_image_folder,
-    memory_size,
-)
-from harp.readers.idx import read_idx
-from harp.readers.mat5 import read_mat5
-from harp.readers.npz import read_npz
-from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, Bytes, File, Integers, Payload, read_file
-from harp.readers.pictures import Centre, careful, cut, pillow, planes, upright
-from harp.readers.structures import read_mat5_records
-from harp.readers.tar import Member, TarIndex
+from harp.data.formats.archive import read_archive
+from harp.data.formats.bounded import DEFLATE_RATIO, LARGEST, Array, Bytes, File, Integers, Payload, read_file
+from harp.data.formats.byte_ranges import Extents, Names, Place, read_place, whole_files
+from harp.data.formats.cifar import PIXELS, read_cifar_batch, read_cifar_binary
+from harp.data.formats.folder import SUFFIXES, Listed, files_by_class, joined, list_image_folder, memory_size
+from harp.data.formats.idx import read_idx
+from harp.data.formats.images import Centre, careful, cut, pillow, planes, upright
+from harp.data.formats.matlab import read_mat5
+from harp.data.formats.matlab_structures import read_mat5_records
+from harp.data.formats.npz import read_npz
+from harp.data.formats.tar import Member, TarIndex
 
 __all__ = [
     "DEFLATE_RATIO",
@@ -58,6 +51,7 @@ __all__ = [
     "read_mat5_records",
     "read_npz",
     "read_place",
+    "safe_pickle",
     "upright",
     "whole_files",
 ]

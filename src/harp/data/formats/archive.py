@@ -6,8 +6,8 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
+from harp.data.formats.bounded import LARGEST, Payload, first_line
 from harp.errors import DataError
-from harp.readers.payload import LARGEST, Payload, first_line
 
 
 def read_archive(path: str | Path, members: Collection[str]) -> dict[str, Payload]:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harp.data.formats.bounded import LARGEST, Bytes, Integers
 from harp.errors import DataError
-from harp.readers.payload import LARGEST, Bytes, Integers
 
 
 class Place(NamedTuple):

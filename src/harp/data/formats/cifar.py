@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from harp.data.formats.bounded import Array, Bytes, File, Integers, first_line, read_file
+from harp.data.formats.safe_pickle import PickledArray, as_text, unpickle
 from harp.errors import DataError
-from harp.readers.payload import Array, Bytes, File, Integers, first_line, read_file
-from harp.readers.unpickle import PickledArray, as_text, unpickle
 
 PIXELS = 3 * 32 * 32
 """Pixel bytes of one CIFAR record: the red, the green and the blue plane."""

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harp.data.formats.bounded import Integers, first_line
+from harp.data.formats.byte_ranges import Extents, whole_files
 from harp.errors import DataError
-from harp.readers.extents import Extents, whole_files
-from harp.readers.payload import Integers, first_line
 
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff"))
 """By what a file's name ends if it is taken for an image."""

@@ -5,8 +5,8 @@ import struct
 
 import numpy as np
 
+from harp.data.formats.bounded import LARGEST, Bytes, File, inflate, read_file
 from harp.errors import DataError
-from harp.readers.payload import LARGEST, Bytes, File, inflate, read_file
 
 
 def read_idx(path: File) -> Bytes:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from harp.data.formats.bounded import Bytes, first_line
 from harp.errors import DataError, MissingExtra
-from harp.readers.payload import Bytes, first_line
 
 LARGEST_SIDE = 4096
 """Pixels of the largest square that images are resized to."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from harp.data.formats.bounded import DEFLATE_RATIO, LARGEST, Array, File, Payload, inflate, read_file
 from harp.errors import DataError
-from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, File, Payload, inflate, read_file
 
 _MATRIX, _COMPRESSED = 14, 15
 STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from harp.data.formats.bounded import File, read_file
+from harp.data.formats.matlab import STORED, elements, matrices
 from harp.errors import DataError
-from harp.readers.mat5 import STORED, elements, matrices
-from harp.readers.payload import File, read_file
 
 _STRUCTURE, _TEXT = 2, 4
 _LETTERS = {1: "latin-1", 2: "latin-1", 4: "utf-16", 16: "utf-8", 17: "utf-16"}

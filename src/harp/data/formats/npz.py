@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from harp.data.formats.bounded import DEFLATE_RATIO, LARGEST, Array, File, first_line, read_file
 from harp.errors import DataError
-from harp.readers.payload import DEFLATE_RATIO, LARGEST, Array, File, first_line, read_file
 
 
 def read_npz(file: File, keys: Sequence[str]) -> dict[str, Array]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from harp.data.formats.bounded import Array, Payload, first_line
 from harp.errors import DataError
-from harp.readers.payload import Array, Payload, first_line
 
 
 def unpickle(payload: Payload, expected: str) -> object:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from harp.data.formats.bounded import LARGEST, first_line
 from harp.errors import DataError
-from harp.readers.payload import LARGEST, first_line
 
 
 class Member(NamedTuple):

@@ -8,13 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harp.data.formats import Array, Bytes, cut, planes
 from harp.errors import RecipeError
-from harp.readers import Array, Bytes, cut, planes
 
 
 @dataclass(frozen=True)
 class Augment:
-    """The usual augmentation of small images: a random crop after zero padding, and a random mirror image."""
+    """The usual augmentation of small images: a random crop after zero padding, and a random mirror image.
+
+    Arguments:
+        pad: pixels of zeros around an image before it is cropped to its size.
+        flip: mirror half of the images.
+
+    Example:
+        batches = harp.Batches(split, 64, augment=harp.Augment(pad=2, flip=False))
+    """
 
     pad: int = 4
     flip: bool = True

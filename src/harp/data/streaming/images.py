@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harp.data.formats import Bytes, Centre, Extents, Place, careful, pillow, read_place, upright
 from harp.errors import DataError
-from harp.readers import Bytes, Centre, Extents, Place, careful, pillow, read_place, upright
 
 _WORTH_THREADS = 16  # images
 

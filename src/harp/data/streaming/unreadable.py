@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
-from harp import files
 from harp.errors import DataError
+from harp.system import files
 
 logger = logging.getLogger("harp")
 

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from harp.data.formats import Array, Bytes, Centre, Place, careful, read_place, upright
+from harp.data.streaming.augment import Augment, ResizedCrop
+from harp.data.streaming.images import decode
 from harp.errors import DataError, RecipeError
-from harp.processes import cores
-from harp.readers import Array, Bytes, Centre, Place, careful, read_place, upright
-from harp.streaming.augment import Augment, ResizedCrop
-from harp.streaming.streamed import decode
+from harp.system.distributed import affinity
+from harp.system.interrupt import SIGNALS
 
 logger = logging.getLogger("harp")
 
@@ -38,7 +39,7 @@ PREFETCH = 2
 """Batches that each worker decodes ahead."""
 
 _PRELOADED = (
-    "harp.streaming.loading",
+    "harp.data.streaming.workers",
     "PIL.ImageOps",
     "PIL.JpegImagePlugin",
     "PIL.PngImagePlugin",
@@ -191,9 +192,8 @@ def _settle(_: int) -> None:
     threading.Thread(target=_end_with_the_training, daemon=True).start()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in set(SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with_the_training() -> None:
@@ -221,4 +221,4 @@ def check_workers(workers: int) -> int:
 
 def default_workers(processes: int = 1) -> int:
     """So many workers as cores are left for each of the training processes on this machine, at most eight."""
-    return max(0, min(_MOST, len(cores.usable()) // max(1, processes) - 1))
+    return max(0, min(_MOST, len(affinity.usable()) // max(1, processes) - 1))

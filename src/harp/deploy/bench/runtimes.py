@@ -1,6 +1,6 @@
-"""Who can compute a network: each reads a file of its own and gives a function from images to logits.
+"""The runtimes: each opens its own kind of file and returns a function from images to logits.
 
-Nothing is imported before a runtime is opened: a fresh process shall load what it needs and nothing else.
+Nothing is imported before a runtime is opened: a fresh process loads only what its runtime needs.
 """
 
 import importlib
@@ -18,7 +18,7 @@ Predict = Callable[[Any], Any]  # float32 arrays of numpy, (N, C, H, W) to (N, c
 
 @dataclass(frozen=True)
 class Runtime:
-    """One way to compute a network: what it is called, what has to be imported, and how a file is opened."""
+    """A runtime: its name, the modules it imports, and the function that opens a file."""
 
     name: str
     distribution: str
@@ -28,14 +28,14 @@ class Runtime:
 
     @property
     def version(self) -> str | None:
-        """The version that is installed; None if it is not."""
+        """The installed version, or None."""
         try:
             return metadata.version(self.distribution)
         except metadata.PackageNotFoundError:
             return None
 
     def load(self) -> None:
-        """Import what it takes; `MissingExtra` says what to install."""
+        """Import its modules; `MissingExtra` says what to install."""
         for module in self.modules:
             try:
                 importlib.import_module(module)
@@ -44,7 +44,7 @@ class Runtime:
 
 
 def _sparse(path: Path, threads: int) -> Predict:
-    from harp.sparse.loading import GENEROUS, load
+    from harp.engine.load import GENEROUS, load
 
     return load(path, threads=threads, limit=GENEROUS)
 
@@ -53,8 +53,8 @@ def _torch(path: Path, threads: int) -> Predict:
     import torch
     from safetensors import safe_open
 
-    from harp.sparse import reference
-    from harp.sparse.graph import Graph
+    from harp.engine.graph import reference
+    from harp.engine.graph.nodes import Graph
 
     torch.set_num_threads(threads)
     with safe_open(path, framework="pt") as file:
@@ -75,7 +75,7 @@ def _onnxruntime(path: Path, threads: int) -> Predict:
     settings.intra_op_num_threads = threads
     settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     settings.log_severity_level = 3
-    # Threads that spin after their work would take the time of whoever has the next turn.
+    # Threads that spin after their work would slow down the next runtime.
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     entry = session.get_inputs()[0].name
@@ -100,8 +100,8 @@ _EXPORT = '"harp-prune[export]"'
 RUNTIMES = {
     runtime.name: runtime
     for runtime in (
-        Runtime("sparse", "harp-prune", ("harp.sparse.loading",), _sparse),
-        Runtime("torch", "torch", ("torch", "safetensors", "harp.sparse.reference"), _torch),
+        Runtime("sparse", "harp-prune", ("harp.engine.load",), _sparse),
+        Runtime("torch", "torch", ("torch", "safetensors", "harp.engine.graph.reference"), _torch),
         Runtime("onnxruntime", "onnxruntime", ("onnxruntime",), _onnxruntime, _EXPORT),
         Runtime("openvino", "openvino", ("openvino",), _openvino, "openvino"),
     )

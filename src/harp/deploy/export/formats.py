@@ -1,4 +1,4 @@
-"""The formats: what writes a file, under which name, and what it takes to check it."""
+"""The file formats of an export: file names, writers and the packages that they need."""
 
 import importlib.util
 import io
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp import checkpoint
+from harp.engine.capture.capture import exported, quiet
 from harp.errors import MissingExtra, ModelError, RecipeError
-from harp.files import reason
-from harp.modes import slow_attention
-from harp.sparse.capture import exported, quiet
+from harp.models.modes import slow_attention
+from harp.models.weights import save_model
+from harp.system.files import reason
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its file's name, what it is in words, and the packages that it needs."""
+    """A format: its file's name, a description, and the packages that it needs."""
 
     file: str
     words: str
@@ -37,17 +37,17 @@ FORMATS = {
 
 
 def check(names: list[str]) -> None:
-    """Refuse formats that are not known or lack a package."""
+    """Refuse unknown formats and formats whose packages are not installed."""
     for name in names:
         if name not in FORMATS:
             raise RecipeError(f"--to {name}: choose from {', '.join(FORMATS)}")
-        missing = [each for each in FORMATS[name].packages if importlib.util.find_spec(each) is None]
+        missing = [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
         if missing:
             raise MissingExtra(f'--to {name} needs {", ".join(missing)}: pip install "harp-prune[export]"')
 
 
 def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Write a model as ONNX; the opset that it uses."""
+    """Write a model as ONNX; return the opset that it uses."""
     try:
         import onnx
         import onnxscript  # noqa: F401
@@ -56,7 +56,7 @@ def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     with quiet(), slow_attention():
         program = exported(model, images[:2])
         with _explained("ONNX can't hold the model"):
-            made = torch.onnx.export(
+            exported_program = torch.onnx.export(
                 program,
                 input_names=["images"],
                 output_names=["logits"],
@@ -64,16 +64,17 @@ def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
                 verbose=False,
                 external_data=False,
             )
-            assert made is not None
-            content = made.model_proto
+            if exported_program is None:  # its type allows it; `dynamo=True` always gives one
+                raise ModelError("torch.onnx.export returned nothing")
+            content = exported_program.model_proto
             onnx.checker.check_model(content)
     _name_batch(content.graph)
     path.write_bytes(content.SerializeToString())
-    return {"opset": max(each.version for each in content.opset_import if each.domain in ("", "ai.onnx"))}
+    return {"opset": max(opset.version for opset in content.opset_import if opset.domain in ("", "ai.onnx"))}
 
 
 def _name_batch(graph: Any) -> None:
-    """Call the number of images "batch", instead of the letters that torch has for it."""
+    """Rename the batch dimension from torch's symbol to "batch"."""
     symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*graph.input, *graph.output, *graph.value_info):
         for size in value.type.tensor_type.shape.dim:
@@ -82,7 +83,7 @@ def _name_batch(graph: Any) -> None:
 
 
 def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Write a model as a program of `torch.export`."""
+    """Write a model as a `torch.export` program."""
     buffer = io.BytesIO()
     with quiet(), slow_attention():
         torch.export.save(exported(model, images[:2]), buffer)
@@ -92,7 +93,7 @@ def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any
 
 def write_state(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     """Write a model's tensors."""
-    checkpoint.save_model(path, model)
+    save_model(path, model)
     return {}
 
 
@@ -105,9 +106,10 @@ WRITERS: dict[str, Callable[[Path, nn.Module, Tensor], dict[str, Any]]] = {
 
 @contextmanager
 def _explained(words: str) -> Iterator[None]:
+    """Turn whatever the exporter raises into a `ModelError`."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # an exporter may raise anything
+    except Exception as error:  # the exporter's errors have no common class
         raise ModelError(f"{words}: {reason(error)}") from error

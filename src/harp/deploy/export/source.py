@@ -1,7 +1,7 @@
 """What is exported: a run's network, or any model with its weights."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,33 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp import artefact, assess, data, evaluate, finished, masks, models, recipe, summary
-from harp.answers import as_input
 from harp.attacks import Ball
-from harp.channels import Cut
-from harp.channels.dead import remove_dead
-from harp.display import Quiet
-from harp.errors import DataError, ModelError, RecipeError
-from harp.finished import Finished
-from harp.masks import Masks
-from harp.seeds import derive
+from harp.data import registry
+from harp.errors import DataError, RecipeError
+from harp.evaluation import accuracy, score
+from harp.evaluation.predict import answer, as_input
+from harp.experiments import build, finished_run, recipe, run_folder
+from harp.experiments.finished_run import Finished
+from harp.experiments.loaded_run import LoadedRun, network_of, size_of
+from harp.pruning.channels import Cut
+from harp.pruning.channels.removal import remove_dead
+from harp.pruning.masks import Masks
+from harp.system.progress import Quiet
+from harp.system.seeds import derive
 
-_RANDOM, _REAL = 16, 48  # images of noise and of the data set that an export is checked on
+_RANDOM, _REAL = 16, 48  # numbers of noise images and test images that an export is checked on
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network in eval mode with all that its files say of it.
+    """A network in eval mode with everything that its manifest states.
 
     Attributes:
-        name: of the run's folder, or of the model.
+        name: the name of the run's folder, or of the model.
         part: the architecture, before any cut.
-        model: the network; what its masks exclude is zero, and channels that a run cut out are gone.
-        masks: which of its weights are kept; none for a network that was not pruned weight by weight.
-        cut: what a run cut out.
-        dense_bytes: of the whole architecture's tensors.
-        source: the data set, where it is at hand.
-        run: the run, if it is one.
+        model: the network; weights outside its masks are zero, and channels that a run cut out are gone.
+        masks: the kept weights; empty for a network that was not pruned weight by weight.
+        cut: the channels that a run cut out.
+        dense_bytes: the size of all tensors of the whole architecture.
+        source: the data set, if it is available.
+        run: the run, if the network comes from one.
     """
 
     name: str
@@ -46,7 +49,7 @@ class Subject:
     dense_bytes: int
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
-    source: data.DataSet | None
+    source: registry.DataSet | None
     threat: Ball
     run: Finished | None = None
 
@@ -57,21 +60,21 @@ class Subject:
 
     @property
     def examples(self) -> int | None:
-        """How many test images the run's evaluation takes; None for all."""
+        """The number of test images of the run's evaluation; None for all."""
         return None if self.run is None else self.run.recipe.evaluate.examples
 
     def images(self) -> Tensor:
-        """What an export is checked on: noise, and images of the test set where there are any."""
+        """The images that an export is checked on: noise, and test images if there is a data set."""
         generator = torch.Generator().manual_seed(derive(self.seed, "export"))
         noise = torch.rand(_RANDOM, *self.shape, generator=generator)
         if self.source is None:
             return noise
         test = self.source.test
-        chosen = test.select(evaluate.subset(len(test), _REAL, self.seed)).images[:]
+        chosen = test.select(score.subset(len(test), _REAL, self.seed)).images[:]
         return torch.cat([noise, as_input(chosen, noise)])
 
     def small(self) -> tuple[nn.Module, str]:
-        """The network without the channels that change no answer, and what went, in words."""
+        """The network without the channels that do not change its logits, and a text that says what was removed."""
         if self.cut is not None:
             return self.model, "channels, pruned by the run"
         if not self.masks and all(bool(p.all()) for p in self.model.parameters() if p.ndim > 1):
@@ -82,7 +85,7 @@ class Subject:
         return removed.model.eval(), words if after < before else ""
 
     def facts(self) -> dict[str, Any]:
-        """What a manifest says of the network: architecture, budget, accuracy."""
+        """The manifest's entries about the network: architecture, budget, accuracy."""
         normalise = self.part.normalize
         return {
             "architecture": {"name": self.part.name, "options": self.part.options},
@@ -97,88 +100,96 @@ class Subject:
         if self.run is None:
             weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
             layers = [{"name": n, "size": p.numel(), "kept": int(p.count_nonzero())} for n, p in weights.items()]
-            found = summary.budget({"layers": layers})
+            budget = run_folder.budget_of({"layers": layers})
         else:
             layers = [{key: layer[key] for key in ("name", "size", "kept")} for layer in self.run.summary["layers"]]
-            found = summary.budget(self.run.summary)
-        return {**{key: found[key] for key in ("kind", "unit", "size", "kept")}, "layers": layers}
+            budget = run_folder.budget_of(self.run.summary)
+        return {**{key: budget[key] for key in ("kind", "unit", "size", "kept")}, "layers": layers}
 
 
 def of(
     target: str, data_name: str | None, data_dir: Path | None, weights: Path | None, display: Quiet, *, needs_data: bool
 ) -> Subject:
-    """The subject of a run's folder, or of a model and a data set as `harp evaluate` takes them."""
+    """The subject of a run's folder, or of a model and a data set as in `harp evaluate`."""
     if Path(target).is_dir():
         if weights is not None or data_name is not None:
             raise RecipeError("--weights and --data are for models: a run has its own")
-        return _of_run(Path(target), data_dir, display, needs_data)
-    found = assess.load(target, data_name, data_dir, None if weights is None else str(weights))
+        run = finished_run.read(target)
+        source = source_of(run.recipe, data_dir, display, needed=needs_data)
+        shape = run.shape if source is None else source.shape
+        if shape is None:
+            raise RecipeError(f"{target} does not say the shape of its images: add --data-dir with its data set")
+        return of_run(network_of(run, shape), source)
+    loaded = build.load(target, data_name, data_dir, None if weights is None else str(weights))
     if weights is None:
         display.note("no --weights: the network is exported as its code makes it")
-    source = found.data
-    model = found.model.eval()
-    zeros = {n: p.detach() != 0 for n, p in model.named_parameters() if p.ndim > 1 and not bool(p.all())}
+    data_set = loaded.data
+    model = loaded.model.eval()
     part = recipe.Model(name=target)
     return Subject(
-        Path(target).name, part, model, zeros, None, _bytes(model), source.shape, source.classes, source, found.threat
+        Path(target).name,
+        part,
+        model,
+        _zeros(model),
+        None,
+        size_of(model),
+        data_set.shape,
+        data_set.classes,
+        data_set,
+        loaded.threat,
     )
 
 
-def _of_run(folder: Path, data_dir: Path | None, display: Quiet, needs_data: bool) -> Subject:
-    run = finished.read(folder)
-    made = run.recipe
-    source = None
+def source_of(
+    run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *, needed: bool
+) -> registry.DataSet | None:
+    """The run's data set; without it files are checked on noise only."""
     try:
-        source = data.load(made.data.name, data_dir, **made.data.loading())
+        return registry.load(run_recipe.data.name, data_dir, **run_recipe.data.loading())
     except DataError as error:
-        if needs_data:
+        if needed:
             raise
         display.note(f"checked on noise only, the data set is not here: {error}")
-    shape = run.shape if source is None else source.shape
-    if shape is None:
-        raise RecipeError(f"{folder} does not say the shape of its images: add --data-dir with its data set")
-    whole = models.build(
-        made.model.name, num_classes=run.classes, shape=shape, normalize=made.model.normalize, **made.model.options
-    )
-    model = copy.deepcopy(whole)
-    artefact.load(folder, model)
-    cut = artefact.cut_of(folder)
-    kept: Masks = {}
-    if cut is None and (folder / "masks.safetensors").is_file():
-        kept = masks.load(folder / "masks.safetensors")
-        masks.apply(model, kept)
-    _check_finite(folder, model)
-    name = folder.resolve().name
+        return None
+
+
+def of_run(run: LoadedRun, source: registry.DataSet | None) -> Subject:
+    """The subject of a run, with its data set if that is available."""
     return Subject(
-        name,
-        made.model,
-        model.eval(),
-        kept,
-        cut,
-        _bytes(whole),
-        shape,
-        run.class_names,
+        run.folder.resolve().name,
+        run.recipe.model,
+        run.model,
+        run.masks,
+        run.cut,
+        run.dense_bytes,
+        run.shape,
+        run.classes,
         source,
-        assess.threat(made),
-        run,
+        build.threat(run.recipe),
+        run.finished,
     )
 
 
-def _check_finite(folder: Path, model: nn.Module) -> None:
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{folder}: {name!r} holds NaN or infinity, the training has diverged")
+def of_model(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[str] | None = None) -> Subject:
+    """The subject of a model without a run; without names its classes are numbered."""
+    model = copy.deepcopy(model).cpu().eval()
+    count = answer(model, torch.rand(2, *shape)).shape[1]
+    names = tuple(map(str, range(count))) if classes is None else tuple(classes)
+    if len(names) != count:
+        raise RecipeError(f"{len(names)} names of classes, but the model has {count} logits")
+    name = type(model).__name__
+    part = recipe.Model(name=name)
+    return Subject(name, part, model, _zeros(model), None, size_of(model), shape, names, None, accuracy.DEFAULT)
 
 
-def _bytes(model: nn.Module) -> int:
-    """Of all tensors as they are, each once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _zeros(model: nn.Module) -> Masks:
+    """Masks of the parameters that contain zeros."""
+    return {n: p.detach() != 0 for n, p in model.named_parameters() if p.ndim > 1 and not bool(p.all())}
 
 
 def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
     attack = result.get("attack") or {}
-    known = {
+    entry = {
         key: result[key] for key in ("name", "value", "low", "high", "n", "seed", "data", "measure") if key in result
     }
-    return known | {key: attack[key] for key in ("epsilon", "norm") if key in attack}
+    return entry | {key: attack[key] for key in ("epsilon", "norm") if key in attack}

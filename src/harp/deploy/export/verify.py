@@ -1,10 +1,10 @@
-"""The check of an exported file, in a process that knows nothing but the file.
+"""Check an exported file, in a process that has only this file.
 
-    python -m harp.export.verify FORMAT FILE QUESTIONS
+    python -m harp.deploy.export.verify FORMAT FILE QUESTIONS
 
-QUESTIONS is an .npz file with `images`, the `logits` that are expected of them, and `about`, JSON that says how to
-build the architecture where the file does not. The answer is one line of JSON: the largest error relative to the
-largest logit, how many images get another class, and whether torch was loaded.
+QUESTIONS is an .npz file with `images`, the expected `logits`, and `about`, JSON that says how to build the
+architecture for formats that do not hold it. The output is one line of JSON: the largest error relative to the largest
+logit, how many images get another class, and whether torch was loaded.
 """
 
 import json
@@ -20,24 +20,24 @@ Answer = Callable[[Floats], Floats]
 
 
 def main(arguments: list[str]) -> int:
-    """Open the file, ask it, compare, print."""
+    """Open the file, compute its logits, compare them with the expected ones and print the result."""
     form, path, questions = arguments
     with np.load(questions, allow_pickle=False) as stored:
         images, expected, about = stored["images"], stored["logits"], json.loads(str(stored["about"]))
     answer = OPENERS[form](path, about)
-    # One image by itself and the rest together: the number of images must not matter.
-    found = np.concatenate([answer(images[:1]), answer(images[1:])]).astype(np.float64)
-    if found.shape != expected.shape:
-        print(f"logits are of shape {found.shape}, not {expected.shape}", file=sys.stderr)
+    # One image alone and the others in one batch: the result must not depend on the batch size.
+    logits = np.concatenate([answer(images[:1]), answer(images[1:])]).astype(np.float64)
+    if logits.shape != expected.shape:
+        print(f"logits are of shape {logits.shape}, not {expected.shape}", file=sys.stderr)
         return 1
-    error = float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1e-30))
-    changed = int((found.argmax(1) != expected.argmax(1)).sum())
+    error = float(np.abs(logits - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+    changed = int((logits.argmax(1) != expected.argmax(1)).sum())
     print(json.dumps({"error": error, "changed": changed, "torch": "torch" in sys.modules}))
     return 0
 
 
 def _sparse(path: str, about: Any) -> Answer:
-    from harp.sparse.loading import GENEROUS, load
+    from harp.engine.load import GENEROUS, load
 
     return load(path, limit=GENEROUS)
 
@@ -61,7 +61,7 @@ def _onnx(path: str, about: Any) -> Answer:
 def _program(path: str, about: Any) -> Answer:
     import torch
 
-    with open(path, "rb") as file:  # its own file: to load one runs the code that is in it
+    with open(path, "rb") as file:  # safe for a file that we wrote: loading a program runs its code
         module = torch.export.load(file).module()
 
     def answer(images: Floats) -> Floats:
@@ -74,8 +74,9 @@ def _program(path: str, about: Any) -> Answer:
 def _state(path: str, about: Any) -> Answer:
     import torch
 
-    from harp import checkpoint, models
-    from harp.channels import Cut
+    from harp import models
+    from harp.models.weights import load_weights
+    from harp.pruning.channels import Cut
 
     model = models.build(
         about["name"], num_classes=about["classes"], shape=tuple(about["shape"]), normalize=about["normalize"],
@@ -83,7 +84,7 @@ def _state(path: str, about: Any) -> Answer:
     )  # fmt: skip
     if about["cut"] is not None:
         Cut.from_dict(about["cut"]).apply(model)
-    checkpoint.load_weights(model, path)
+    load_weights(model, path)
     model.eval()
 
     def answer(images: Floats) -> Floats:
@@ -103,7 +104,7 @@ OPENERS: dict[str, Callable[[str, Any], Answer]] = {
 if __name__ == "__main__":
     try:
         code = main(sys.argv[1:])
-    except Exception as error:  # whatever a library raises, for who asked it is one line
+    except Exception as error:  # the caller reads one line, whatever a library raises
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         code = 1
     sys.exit(code)

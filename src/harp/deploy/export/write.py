@@ -1,7 +1,7 @@
-"""Writes a network's files: each is written aside, checked in a fresh process, and put in place when all are well.
+"""Write the files of an export. They are put in place only after all of them passed the check in a fresh process.
 
-FOLDER/network.harp  network.onnx  network.safetensors  network.pt2    what was asked for
-FOLDER/manifest.json                                                   what they are, written last
+FOLDER/network.harp  network.onnx  network.safetensors  network.pt2    the requested formats
+FOLDER/manifest.json                                                   describes them, written last
 """
 
 import datetime
@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp import checkpoint, files
-from harp.display import Quiet
+from harp.deploy.export import codings, formats
+from harp.deploy.export.check import Checked, ask
+from harp.deploy.export.source import Subject
+from harp.engine.capture.capture import Captured, capture
 from harp.errors import CheckpointError, ModelError, RecipeError
-from harp.export import codings, formats
-from harp.export.asking import Checked, ask
-from harp.export.subject import Subject
-from harp.sparse.capture import Captured, capture
+from harp.models.weights import fingerprint
+from harp.system import files
+from harp.system.progress import Quiet
 
 MANIFEST = "manifest.json"
 _VERSION = 1
@@ -41,10 +43,10 @@ def export(
     examples: int | None = None,
     display: Quiet | None = None,
 ) -> dict[str, Any]:
-    """Write the files of a network and their manifest, and give the manifest.
+    """Write the files of a network and their manifest, and return the manifest.
 
-    `values` is the coding of kept weights in the sparse file. `dense` keeps the channels that change no answer in ONNX
-    and programs. `check` measures the accuracies in every coding on so many `examples` of the test set.
+    `values` is the coding of kept weights in the sparse file. `dense` keeps the channels that do not change the logits
+    in ONNX files and programs. `check` measures the accuracy in every coding, on `examples` test images.
     """
     display = display or Quiet()
     names = list(dict.fromkeys(to))
@@ -53,65 +55,66 @@ def export(
         raise RecipeError(f"--values {values}: choose from {', '.join(codings.CODINGS)}")
     _make_folder(folder)
     images = subject.images()
-    captured = None
-    if "sparse" in names or check:
-        display.note("capturing the network's graph")
-        captured = capture(subject.model, images[:4])
+    variants = _Variants(subject, images, display)
     facts = _facts(subject)
     if check:
-        assert captured is not None
         count = subject.examples if examples is None else examples
-        facts["codings"] = codings.accuracies(captured, subject, count, display)
-    made: dict[str, Any] = {}
-    small = _Small(subject, display)
+        facts["codings"] = codings.accuracies(variants.captured, subject, count, display)
+    entries: dict[str, Any] = {}
     with ExitStack() as stack:
         for name in names:
             display.note(f"writing and checking {formats.FORMATS[name].file}")
             path = stack.enter_context(files.atomic(folder / formats.FORMATS[name].file))
             if name == "sparse":
-                assert captured is not None
-                entry = _write_sparse(path, subject, captured, images, facts, values)
+                entry = _write_sparse(path, subject, variants.captured, images, facts, values)
             else:
-                model, removed = (subject.model, "") if dense or name == "safetensors" else small.network()
+                model, removed = (subject.model, "") if dense or name == "safetensors" else variants.small
                 entry = _write_plain(name, path, subject, images, model)
                 entry |= {"removed": removed} if removed else {}
             content = path.read_bytes()
-            made[formats.FORMATS[name].file] = {
+            entries[formats.FORMATS[name].file] = {
                 "format": name,
                 "bytes": len(content),
                 "sha256": hashlib.sha256(content).hexdigest(),
                 "ratio": round(subject.dense_bytes / len(content), 2),
                 **entry,
             }
-    manifest = {**facts, "dense_bytes": subject.dense_bytes, "files": made}
+    manifest = {**facts, "dense_bytes": subject.dense_bytes, "files": entries}
     for key, value in _earlier(folder, manifest).items():
         manifest[key] = {**value, **manifest[key]} if key == "files" else manifest.get(key, value)
-    others = _of_another(folder, manifest)
+    stale = _stale(folder, manifest)
     files.write_json(folder / MANIFEST, manifest)
-    for path in others:
+    for path in stale:
         path.unlink(missing_ok=True)
-    if others:
-        gone = ", ".join(path.name for path in others)
-        display.note(f"removed {gone}: of another network, exported to {folder} before")
+    if stale:
+        removed_names = ", ".join(path.name for path in stale)
+        display.note(f"removed {removed_names}: of another network, exported to {folder} before")
     return manifest
 
 
-class _Small:
-    """The network without the channels that change no answer, made when it is first wanted."""
+class _Variants:
+    """The forms of the network that formats need, each made when it is first needed."""
 
-    def __init__(self, subject: Subject, display: Quiet) -> None:
-        self.subject, self.display = subject, display
-        self._found: tuple[nn.Module, str] | None = None
+    def __init__(self, subject: Subject, images: Tensor, display: Quiet) -> None:
+        self.subject, self.images, self.display = subject, images, display
 
-    def network(self) -> tuple[nn.Module, str]:
-        """The network and what went, in words; the whole network where its channels can't be followed."""
-        if self._found is None:
-            try:
-                self._found = self.subject.small()
-            except ModelError as error:
-                self.display.note(f"all channels are kept: {error}")
-                self._found = self.subject.model, ""
-        return self._found
+    @cached_property
+    def captured(self) -> Captured:
+        """The network's graph."""
+        self.display.note("capturing the network's graph")
+        return capture(self.subject.model, self.images[:4])
+
+    @cached_property
+    def small(self) -> tuple[nn.Module, str]:
+        """The network without the channels that do not change its logits, and a text that says what was removed.
+
+        The whole network if its channels can't be traced.
+        """
+        try:
+            return self.subject.small()
+        except ModelError as error:
+            self.display.note(f"all channels are kept: {error}")
+            return self.subject.model, ""
 
 
 def _write_sparse(
@@ -122,7 +125,7 @@ def _write_sparse(
     content = codings.packed(captured, subject, {**top, "manifest": rest}, values)
     path.write_bytes(content)
     twin = codings.twin(captured.graph, content)
-    # What torch computes may be tied to single precision; all else is held against twice the digits.
+    # Parts that torch computes may need float32; everything else is compared with float64.
     exact = _logits(twin, images) if captured.graph.needs_torch else _logits(twin.double(), images.double())
     checked = ask("sparse", path, images, exact, {})
     original = _logits(subject.model, images)
@@ -163,7 +166,7 @@ def _facts(subject: Subject) -> dict[str, Any]:
     provenance: dict[str, Any] = {
         "run" if run is not None else "model": subject.name,
         "recipe": None if run is None else run.summary.get("recipe"),
-        "network": checkpoint.fingerprint(subject.model),
+        "network": fingerprint(subject.model),
         "harp": harp.__version__,
         "torch": str(torch.__version__),
         "date": _date(),
@@ -172,32 +175,33 @@ def _facts(subject: Subject) -> dict[str, Any]:
 
 
 def _earlier(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier export of the same network left: files that are still what they were, accuracies."""
-    told, kept = _told(folder)
-    if not kept or told["provenance"]["network"] != manifest["provenance"]["network"]:
+    """What is kept of an earlier export of the same network: its unchanged files and its accuracies."""
+    previous, kept = _previous_manifest(folder)
+    if not kept or previous["provenance"]["network"] != manifest["provenance"]["network"]:
         return {}
-    return {"files": kept} | ({"codings": told["codings"]} if "codings" in told else {})
+    return {"files": kept} | ({"codings": previous["codings"]} if "codings" in previous else {})
 
 
-def _of_another(folder: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Files that an earlier export of another network left: beside the new manifest they would seem to be its own."""
-    told, left = _told(folder)
-    if not left or told["provenance"]["network"] == manifest["provenance"]["network"]:
+def _stale(folder: Path, manifest: dict[str, Any]) -> list[Path]:
+    """Files of an earlier export of another network: beside the new manifest they would look like this network's."""
+    previous, kept = _previous_manifest(folder)
+    if not kept or previous["provenance"]["network"] == manifest["provenance"]["network"]:
         return []
-    return [folder / name for name in left if name not in manifest["files"]]
+    return [folder / name for name in kept if name not in manifest["files"]]
 
 
-def _told(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifest that is there, and of its files those that are still what it says."""
+def _previous_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifest in the folder, and the entries of its files that are unchanged; both empty if it is not valid."""
     try:
-        told = json.loads((folder / MANIFEST).read_text("utf-8"))
-        assert isinstance(told["provenance"]["network"], str)
-        return told, {
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+        if not isinstance(manifest["provenance"]["network"], str):
+            raise CheckpointError(f"{folder / MANIFEST} does not name its network")
+        return manifest, {
             name: entry
-            for name, entry in told["files"].items()
+            for name, entry in manifest["files"].items()
             if Path(name).name == name and (folder / name).is_file() and _digest(folder / name) == entry["sha256"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):  # none, or not one of ours
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):  # missing, or not ours
         return {}, {}
 
 
@@ -206,13 +210,13 @@ def _digest(path: Path) -> str:
 
 
 def _date() -> str:
-    """Now, or what SOURCE_DATE_EPOCH says: for files that are the same whenever they are made."""
-    told = os.environ.get("SOURCE_DATE_EPOCH")
+    """The current time, or SOURCE_DATE_EPOCH for reproducible files."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
     try:
-        seconds = time.time() if told is None else int(told)
+        seconds = time.time() if epoch is None else int(epoch)
         return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError) as error:
-        raise RecipeError(f"SOURCE_DATE_EPOCH={told}: it must be a number of seconds since 1970") from error
+        raise RecipeError(f"SOURCE_DATE_EPOCH={epoch}: it must be a number of seconds since 1970") from error
 
 
 def _make_folder(folder: Path) -> None:

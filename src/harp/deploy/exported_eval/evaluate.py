@@ -1,11 +1,11 @@
-"""The trial of an artefact: its accuracy, and what is left of it under attack.
+"""The accuracy of an artefact, natural and under attack.
 
-Attacks by gradients are made on the twin. What they find is replayed on the artefact, image by image. Attacks by
-queries (Square) are made on the artefact itself. An image is robust as deployed if the artefact gets it right as it is,
-on everything that was found on the twin, and after all queries.
+Attacks that need gradients run on the twin, and their adversarial images are replayed on the artefact one by one.
+Attacks by queries (Square) run on the artefact itself. An image counts as robust if the artefact classifies it
+correctly without an attack, on every adversarial image of the twin, and after all queries.
 
-    FOLDER/deployed-<file>-<hash>.json   everything that one command found
-    FOLDER/artefact/, FOLDER/twin/       every number in a file of its own, taken up where it was interrupted
+    FOLDER/deployed-<file>-<hash>.json   all results of one command
+    FOLDER/artefact/, FOLDER/twin/       one file a result; an interrupted command continues from them
 """
 
 import hashlib
@@ -15,30 +15,31 @@ from typing import Any
 
 import torch
 
-from harp import contradictions, files
-from harp.answers import as_input
-from harp.assess import Subject
 from harp.attacks import Apgd, Ball, Square
-from harp.audit import CURVE, Audit
-from harp.deployed import verdicts
-from harp.deployed.twin import Subjects
-from harp.display import Quiet
-from harp.doctor import Finding
+from harp.deploy.exported_eval import checks
+from harp.deploy.exported_eval.surrogate import Subjects
 from harp.errors import ModelError
-from harp.keeper import Stop
+from harp.evaluation import consistency
+from harp.evaluation.accuracy import Subject
+from harp.evaluation.model_checks import Finding
+from harp.evaluation.predict import as_input
+from harp.evaluation.results import CURVE, Audit
+from harp.system import files
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet
 
 KIND = "deployed"
-_CHECKED = 16  # images that the artefact is asked about twice
-_LEFT_OUT = ("images", "witness", "classes")  # of the numbers in the one file
+_CHECKED = 16  # images that the artefact classifies twice
+_LEFT_OUT = ("images", "witness", "classes")  # keys of a result that the common file does without
 
 
 class Trial:
-    """The numbers of an artefact and its twin on the test set.
+    """Measures an artefact and its twin on the test set.
 
     Arguments:
-        folder: takes the files; without one nothing is kept.
-        examples: images, drawn by the seed; default all.
-        store: keep all adversarial images too.
+        folder: where results are kept; without one nothing is written.
+        examples: number of images, drawn by the seed; default all.
+        store: also keep all adversarial images.
     """
 
     def __init__(
@@ -73,91 +74,91 @@ class Trial:
         self.white = None if twin is None else audit(twin.model, "twin", artefact.model)
 
     def natural(self) -> dict[str, Any]:
-        """Accuracy on the images as they are."""
+        """Accuracy without an attack."""
         inside = None if self.white is None else self.white.natural()
         return {"name": "natural", "how": "images", "torch": inside, "deployed": self.direct.natural()}
 
     def under(self, name: str, attack: Any) -> dict[str, Any]:
-        """Accuracy under an attack: of the artefact itself if that needs answers only, else by replay."""
+        """Accuracy under an attack: run on the artefact itself if it needs logits only, else replayed from the twin."""
         if is_black_box(attack):
             return {"name": name, "how": "queries", "torch": None, "deployed": self.direct.under(name, attack)}
-        found = self._twin().under(name, attack)
-        return {"name": name, "how": "replayed", "torch": found, "deployed": self._replayed(found)}
+        result = self._twin().under(name, attack)
+        return {"name": name, "how": "replayed", "torch": result, "deployed": self._replayed(result)}
 
     def worst(self, tests: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Accuracy under all of it together: the robust accuracy, of the twin and as deployed."""
+        """Accuracy under all attacks together: the robust accuracy, of the twin and of the artefact."""
         white = [test["torch"] for test in tests if test["torch"] is not None]
         inside = self._twin().worst(white) if len(white) > 1 else None
         whole = self.direct.worst([test["deployed"] for test in tests])
         return {"name": whole["name"], "how": "union", "torch": inside, "deployed": whole}
 
     def curve(self, ball: Ball) -> list[dict[str, Any]]:
-        """Accuracy over the radius of the ball: each radius is attacked for itself on the twin, and replayed."""
+        """Accuracy over epsilon: the twin is attacked at each epsilon, and the images are replayed."""
         natural = self.natural()
         points = [{"epsilon": 0.0, "torch": _point(natural["torch"]), "deployed": _point(natural["deployed"])}]
         for scale in CURVE:
             attack = Apgd(scale * ball.epsilon, ball.norm, steps=50)
-            found = self._twin().under(f"{attack.name}-{attack.epsilon:.4g}", attack)
-            both = {"torch": _point(found), "deployed": _point(self._replayed(found))}
-            points.append({"epsilon": attack.epsilon, **both})
+            result = self._twin().under(f"{attack.name}-{attack.epsilon:.4g}", attack)
+            values = {"torch": _point(result), "deployed": _point(self._replayed(result))}
+            points.append({"epsilon": attack.epsilon, **values})
         return points
 
     def agreement(self) -> list[tuple[str, bool, dict[str, Any]]]:
-        """How far the artefact's answers are from those of networks of torch: which, if it is the twin, how far."""
+        """The agreement of the artefact with torch networks: description, whether it is the twin, numbers."""
         pairs = [(self.subjects.twin, True), (self.subjects.original, False)]
-        return [(each.words, own, self.direct.agreement(each.model)) for each, own in pairs if each is not None]
+        return [(net.words, own, self.direct.agreement(net.model)) for net, own in pairs if net is not None]
 
     def checks(self, ball: Ball, tests: Sequence[dict[str, Any]]) -> list[Finding]:
-        """Whether the artefact is what it seems, and the twin's robustness real."""
+        """Check that the artefact is the expected network, and that the twin's robustness is real."""
         artefact, origin = self.subjects.artefact, self.subjects.origin
         images = as_input(self.direct.test.images[:_CHECKED], self.direct.like)
         natural = next(test for test in tests if test["name"] == "natural")
-        found = [
-            *verdicts.integrity(artefact, origin),
-            *verdicts.stated(natural["deployed"], origin),
-            *(verdicts.agreement(how, words, exact=own) for words, own, how in self.agreement()),
-            verdicts.determinism(artefact, images),
-            *verdicts.replays(natural, tests),
-            *verdicts.queries(tests),
-            *contradictions.review([test["deployed"] for test in tests]),
+        findings = [
+            *checks.integrity(artefact, origin),
+            *checks.stated(natural["deployed"], origin),
+            *(checks.agreement(measured, words, exact=own) for words, own, measured in self.agreement()),
+            checks.determinism(artefact, images),
+            *checks.replays(natural, tests),
+            *checks.queries(tests),
+            *consistency.review([test["deployed"] for test in tests]),
         ]
         if self.white is not None:
             inside = self.white.checks(ball, [test["torch"] for test in tests if test["torch"] is not None])
-            found += [Finding(f"twin: {f['check']}", f["verdict"], f["text"]) for f in inside["findings"]]
-        return found
+            findings += [Finding(f"twin: {f['check']}", f["verdict"], f["text"]) for f in inside["findings"]]
+        return findings
 
     def summary(
         self, tests: Sequence[dict[str, Any]], findings: Sequence[Finding], ball: Ball, **more: Any
     ) -> dict[str, Any]:
-        """All that was found, with all that it depends on; it is written into the folder."""
+        """All results with everything that they depend on; they are also written into the folder."""
         artefact, twin = self.subjects.artefact, self.subjects.twin
         first = tests[0]["deployed"]
-        found = {
+        summary = {
             "kind": KIND,
             "artefact": artefact.facts(),
             "twin": None if twin is None else {"words": twin.words, "network": self._twin().network},
             "threat": {"epsilon": ball.epsilon, "norm": ball.norm},
             **{key: first[key] for key in ("data", "source", "classes", "seed", "n", "batch", "measure", "versions")},
             "agreement": [
-                {"with": words, "twin": own, **{key: how[key] for key in ("agree", "n", "difference", "relative")}}
-                for words, own, how in self.agreement()
+                {"with": words, "twin": own, **{key: measured[key] for key in ("agree", "n", "difference", "relative")}}
+                for words, own, measured in self.agreement()
             ],
             "tests": [{**test, "torch": _short(test["torch"]), "deployed": _short(test["deployed"])} for test in tests],
             "checks": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings],
             **more,
         }
         if self.folder is not None:
-            asked = [(test["name"], test["deployed"]["attack"]) for test in tests]
-            inside = None if self.white is None else self.white.identity
-            told = f"{self.direct.identity}/{inside}/{asked}/{sorted(more)}/{bool(findings)}"
-            digest = hashlib.sha256(told.encode()).hexdigest()[:10]
-            files.write_json(self.folder / f"{KIND}-{artefact.path.name}-{digest}.json", found)
-        return found
+            attacks = [(test["name"], test["deployed"]["attack"]) for test in tests]
+            inside = None if self.white is None else self.white.identities[0]
+            identity = f"{self.direct.identities[0]}/{inside}/{attacks}/{sorted(more)}/{bool(findings)}"
+            digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
+            files.write_json(self.folder / f"{KIND}-{artefact.path.name}-{digest}.json", summary)
+        return summary
 
-    def _replayed(self, found: dict[str, Any]) -> dict[str, Any]:
-        """The artefact's number by its answers about what was found on the twin."""
-        right = torch.tensor([bit == "1" for bit in found["witness"]["images"]])
-        return self.direct.counted(right, found)
+    def _replayed(self, result: dict[str, Any]) -> dict[str, Any]:
+        """The artefact's result on the adversarial images of the twin."""
+        right = torch.tensor([bit == "1" for bit in result["witness"]["images"]])
+        return self.direct.counted(right, result)
 
     def _twin(self) -> Audit:
         if self.white is None:
@@ -166,13 +167,13 @@ class Trial:
 
 
 def is_black_box(attack: Any) -> bool:
-    """Whether an attack needs nothing but answers."""
+    """Whether an attack needs logits only."""
     return isinstance(attack, Square)
 
 
-def _short(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else {key: value for key, value in found.items() if key not in _LEFT_OUT}
+def _short(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if result is None else {key: value for key, value in result.items() if key not in _LEFT_OUT}
 
 
-def _point(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if found is None else {key: found[key] for key in ("value", "low", "high", "n")}
+def _point(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if result is None else {key: result[key] for key in ("value", "low", "high", "n")}

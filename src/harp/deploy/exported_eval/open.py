@@ -1,4 +1,4 @@
-"""Files that hold a network, opened to be asked. No file is trusted; what is wrong with one is a line of error."""
+"""Open files that hold a network. Files are untrusted; a damaged one is a one-line error."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from harp.deployed import onnx_file, sparse_file
-from harp.deployed.queried import Queried
+from harp.deploy.exported_eval import onnx_file, sparse_file
+from harp.deploy.exported_eval.query_only import Queried
 from harp.errors import CheckpointError
-from harp.files import reason
+from harp.system.files import reason
 
 FORMATS = (".harp", ".onnx")
-"""How the names of files end that can be opened."""
+"""Suffixes of the files that can be opened."""
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,25 @@ class Artefact:
     sha256: str
     bytes: int
     model: Queried
-    runtime: Mapping[str, Any]  # what computes it, with versions
-    header: Mapping[str, Any]  # what the file says of itself
+    runtime: Mapping[str, Any]  # the runtime that computes it, with versions
+    header: Mapping[str, Any]  # the file's own metadata
     parts: Mapping[str, str]  # sha256 of other files that belong to it
-    graph: Callable[[], nn.Module] | None  # makes a network of torch of what the file holds, where that is possible
+    graph: Callable[[], nn.Module] | None  # builds a torch network from the file, where that is possible
 
     def facts(self) -> dict[str, Any]:
-        """What a number says of the file that it was measured on."""
+        """The description of the file in a result."""
         more = {"parts": dict(self.parts)} if self.parts else {}
         name = {"file": self.path.name, "format": self.path.suffix.removeprefix(".")}
         return {**name, "sha256": self.sha256, "bytes": self.bytes, **more, "runtime": dict(self.runtime)}
 
 
 def is_artefact(target: str) -> bool:
-    """Whether a target is meant as a file that holds a deployed network."""
+    """Whether a target names a file of a deployed network."""
     return target.lower().endswith(FORMATS)
 
 
 def opened(path: Path) -> Artefact:
-    """Open a file by the end of its name."""
+    """Open a file; the suffix decides the format."""
     try:
         if path.is_dir():
             raise CheckpointError(f"can't read {path}: it is a folder, expected a {' or '.join(FORMATS)} file")
@@ -52,10 +52,10 @@ def opened(path: Path) -> Artefact:
         raise CheckpointError(f"can't read {path}: {reason(error)}") from error
     sha256 = hashlib.sha256(content).hexdigest()
     if path.suffix.lower() == ".harp":
-        found = sparse_file.read(path)
+        sparse = sparse_file.read(path)
         parts: dict[str, str] = {}
-        header, graph = found.header, found.twin
-        ask, shape, runtime = found.ask, found.shape, found.runtime
+        header, graph = sparse.header, sparse.twin
+        ask, shape, runtime = sparse.ask, sparse.shape, sparse.runtime
     else:
         session = onnx_file.read(path)
         parts, header, graph = session.parts, {}, None

@@ -1,4 +1,4 @@
-"""A deployed network as a model that can only be asked."""
+"""A deployed network as a torch module without gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from harp.data.dataset import TOLERANCE
 from harp.errors import DataError, HarpError, ModelError
-from harp.files import reason
-from harp.split import TOLERANCE
+from harp.system.files import reason
 
 Array = npt.NDArray[Any]
 
@@ -19,11 +19,11 @@ class Queried(nn.Module):
     """Images in [0, 1] to logits, by a function of arrays; there is no gradient.
 
     Arguments:
-        name: what errors call it.
-        ask: float32 images (N, C, H, W) to one row of logits each.
-        digest: of all bytes that the answers depend on, in hexadecimal. It is the module's only tensor, so that two
-            files never have the fingerprint of one network.
-        shape: of one image.
+        name: its name in errors.
+        ask: computes one row of logits for each of float32 images (N, C, H, W).
+        digest: hexadecimal hash of all bytes that the logits depend on. It is the module's only tensor, so that
+            different files have different fingerprints.
+        shape: the shape of one image.
     """
 
     digest: Tensor
@@ -35,7 +35,7 @@ class Queried(nn.Module):
         self.classes = self._probed()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits; images outside [0, 1], or of another shape, are refused and not passed on."""
+        """The logits; images outside [0, 1] or of another shape raise `DataError`."""
         if len(x) == 0:
             return x.new_zeros(0, self.classes)
         if tuple(x.shape[1:]) != self.shape:
@@ -51,13 +51,13 @@ class Queried(nn.Module):
             return self.ask(images)
         except HarpError:
             raise
-        except Exception as error:  # a run time may raise anything
+        except Exception as error:  # a runtime may raise anything
             raise ModelError(f"{self.name} can't be computed: {reason(error)}") from error
 
     def _probed(self) -> int:
         """The number of classes, after checking that two images get a row of logits each."""
-        found = self._asked(np.full((2, *self.shape), 0.5, np.float32))
-        if found.ndim != 2 or len(found) != 2 or found.shape[1] < 2 or found.dtype.kind != "f":
-            told = f"{found.dtype} of shape {found.shape}"
-            raise ModelError(f"{self.name} gives {told} for two images, expected floats of shape (2, classes)")
-        return int(found.shape[1])
+        logits = self._asked(np.full((2, *self.shape), 0.5, np.float32))
+        if logits.ndim != 2 or len(logits) != 2 or logits.shape[1] < 2 or logits.dtype.kind != "f":
+            actual = f"{logits.dtype} of shape {logits.shape}"
+            raise ModelError(f"{self.name} gives {actual} for two images, expected floats of shape (2, classes)")
+        return int(logits.shape[1])

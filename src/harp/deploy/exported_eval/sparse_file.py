@@ -1,4 +1,4 @@
-"""`.harp` files: the network that computes with the weights it keeps, and the same graph in torch."""
+"""`.harp` files: the sparse network, and the same graph in torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import harp
-from harp import compact
-from harp.deployed.queried import Array
+from harp.deploy.exported_eval.query_only import Array
+from harp.engine import format
+from harp.engine.graph.torch_module import InTorch
+from harp.engine.load import GENEROUS, load
 from harp.errors import ModelError
-from harp.sparse.in_torch import InTorch
-from harp.sparse.loading import GENEROUS, load
 
 
 @dataclass(frozen=True)
 class SparseFile:
-    """What a file computes, and how."""
+    """An opened file: its function, input shape, runtime, metadata and twin."""
 
     ask: Callable[[Array], Array]
     shape: tuple[int, int, int]
@@ -29,7 +29,7 @@ class SparseFile:
 
 
 def read(path: Path) -> SparseFile:
-    """Read a file; it is checked as one from a stranger."""
+    """Open a file; its content is untrusted and checked."""
     network = load(path, threads=torch.get_num_threads(), limit=GENEROUS)
     graph, shape = network.graph, network.graph.input_shape
     if len(shape) != 3:
@@ -39,7 +39,7 @@ def read(path: Path) -> SparseFile:
         return np.asarray(network(images))
 
     def twin() -> nn.Module:
-        return InTorch(graph, compact.load(path, GENEROUS)[1])
+        return InTorch(graph, format.load(path, GENEROUS)[1])
 
     runtime = {"harp": harp.__version__, "instructions": network.isa or "torch", "native": network.native_share}
     return SparseFile(ask, (shape[0], shape[1], shape[2]), runtime, network.header, twin)

@@ -1,8 +1,8 @@
-"""The graph of a model of torch.
+"""Captures the graph of a torch model.
 
-`torch.export` records what the model in eval mode calls; its calls become the few operations of a graph, batch norms go
-into the layers before them, and what is computed of parameters alone becomes a tensor. The rest is left to torch, call
-by call.
+`torch.export` records the calls of the model in eval mode. Known calls become operations of the graph, batch norms are
+folded into the layers before them, and results that depend on parameters only become tensors. Every other call becomes
+a "torch" node.
 """
 
 import io
@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.compact.reader import BadFile
+from harp.engine.capture.exported_program import Derived, Reader
+from harp.engine.capture.operations import RULES
+from harp.engine.format.reader import BadFile
+from harp.engine.graph import passes, reference
+from harp.engine.graph.folds import Fold, folded
+from harp.engine.graph.nodes import Graph
 from harp.errors import ModelError
-from harp.modes import evaluating, slow_attention
-from harp.sparse import passes, reference
-from harp.sparse.calls import RULES
-from harp.sparse.exported import Derived, Reader
-from harp.sparse.folds import Fold, folded
-from harp.sparse.graph import Graph
+from harp.models.modes import evaluating, slow_attention
 
 _TOLERANCE = 1e-4  # relative to the largest logit
 
 
 @dataclass(frozen=True)
 class Captured:
-    """The graph of a model, and how its tensors follow from the model's own.
+    """The graph of a model, and how its tensors are computed from those of the model.
 
-    `folds` are the batch norms that went into layers, by the name of the layer's weight. `detached` says that the model
-    cuts results off from the gradient, which the graph does not.
+    `folds` are the batch norms that are folded into layers, by the name of the layer's weight. `detached` says that the
+    model detaches results from the gradient, which the graph does not.
     """
 
     graph: Graph
@@ -44,29 +44,29 @@ class Captured:
 
     @torch.no_grad()
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """The tensors that the graph names, of the model's weights at this moment: float32, batch norms folded."""
+        """The tensors of the graph from the model's current weights: float32, batch norms folded."""
         get = self.source(model)
-        with_norm: dict[str, Tensor] = {}
+        folded_tensors: dict[str, Tensor] = {}
         for weight, fold in self.folds.items():
-            with_norm |= folded(weight, fold, get)
-        made = {name: with_norm[name] if name in with_norm else get(name) for name in self.graph.tensor_names()}
-        return {name: _plain(tensor) for name, tensor in made.items()}
+            folded_tensors |= folded(weight, fold, get)
+        names = self.graph.tensor_names()
+        return {name: _plain(folded_tensors[name] if name in folded_tensors else get(name)) for name in names}
 
     def source(self, model: nn.Module) -> Callable[[str], Any]:
-        """A function from names to the model's tensors of this moment, not folded, and to what follows from them."""
+        """A function from names to the model's current tensors, not folded, and to tensors derived from them."""
         state = _state(model)
         device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
         state = {name: tensor.to(device) for name, tensor in self.constants.items()} | state
-        found: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
 
         def get(name: str) -> Any:
-            if name not in found:
+            if name not in cache:
                 rule = self.derived.get(name)
                 if rule is None and name not in state:
                     raise ModelError(f"the model has no tensor {name!r}: it isn't the one whose graph was captured")
                 with torch.no_grad(), torch.device(device):
-                    found[name] = state[name].detach() if rule is None else rule.function(*map(get, rule.inputs))
-            return found[name]
+                    cache[name] = state[name].detach() if rule is None else rule.function(*map(get, rule.inputs))
+            return cache[name]
 
         return get
 
@@ -74,7 +74,7 @@ class Captured:
 def capture(model: nn.Module, example: Tensor) -> Captured:
     """The graph of a model in eval mode; `example` is a batch of its images.
 
-    The graph is compared with the model before it is given. No parameter, buffer or mode of the model is touched.
+    The graph is compared with the model before it is returned. No parameter, buffer or mode of the model is changed.
     """
     if len(example) == 0:
         raise ModelError("a model can't be captured with an empty batch of images")
@@ -89,10 +89,10 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
 
 
 def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """What the model, which is in eval mode, calls for any number of images; `example` has at least two."""
+    """The program of a model in eval mode for any number of images; `example` has at least two."""
     dynamic = ({0: torch.export.Dim.DYNAMIC},)
     first: Exception | None = None
-    # The strict way reads the model's Python code: it is slower, but sees that len(x) is the number of images.
+    # Strict mode reads the model's Python code: it is slower, but sees that len(x) is the number of images.
     for strict in (False, True):
         try:
             with quiet():
@@ -103,14 +103,14 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
 
 
 def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same without calls that overwrite anything."""
+    """The same program without in-place calls."""
     with quiet():
-        found: torch.export.ExportedProgram = program.run_decompositions({})
-    return found
+        functional: torch.export.ExportedProgram = program.run_decompositions({})
+    return functional
 
 
 def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Captured:
-    """The graph of a program, folded and tidied up."""
+    """The graph of a program, after all passes."""
     reader = Reader(program, RULES, names)
     output = reader.read()
     nodes = passes.reachable(reader.nodes, output)
@@ -140,7 +140,7 @@ def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: A
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, under all their names."""
+    """All parameters and buffers, by all their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -148,7 +148,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """The first name of every tensor, by all its names: the one that masks are known by."""
+    """The first name of every tensor, by all its names; masks use the first name."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in _state(model).items()}
 
@@ -164,12 +164,12 @@ def _line(error: object) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch has to say of itself, or prints of a model that it can't export."""
-    before = logging.root.manager.disable
+    """Suppress the logs, warnings and error output of `torch.export`."""
+    level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

@@ -1,4 +1,4 @@
-"""What `torch.export` recorded of a model, read call by call: constants, numbers, nodes of a graph."""
+"""Reads the program that `torch.export` recorded, call by call: constants, numbers, nodes of a graph."""
 
 import math
 import operator
@@ -9,26 +9,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from harp.compact.reader import BadFile
+from harp.engine.format.reader import BadFile
+from harp.engine.graph.allowed_calls import is_allowed
+from harp.engine.graph.folds import Fold
+from harp.engine.graph.nodes import Node, Shape, complete, mentioned, result_shape
 from harp.errors import ModelError
-from harp.sparse.allowed import is_allowed
-from harp.sparse.folds import Fold
-from harp.sparse.graph import Node, Shape, complete, mentioned, result_shape
 
-# Calls that give what they get: in eval mode, to whoever reads only the numbers.
-_NOTHING = {
+# Calls that return their input unchanged in eval mode.
+_NO_OPS = {
     "alias", "clone", "contiguous", "detach", "detach_copy", "dropout", "feature_dropout", "alpha_dropout",
     "feature_alpha_dropout", "lift", "lift_fresh", "lift_fresh_copy", "native_dropout",
 }  # fmt: skip
 _DETACHED = {"detach", "detach_copy"}
-_TYPES = {"to", "_to_copy", "type_as", "float"}  # they give what they get if it is of the type already
+_TYPES = {"to", "_to_copy", "type_as", "float"}  # no-ops if the input has the type already
 RESHAPES = {"view", "reshape", "_unsafe_view", "flatten", "view_copy", "_reshape_alias"}
 _NEW = ("new_zeros", "new_ones", "new_full")
-_DROPPED = ("device", "layout", "memory_format", "pin_memory", "non_blocking")  # no part of what is computed
+_DROPPED = ("device", "layout", "memory_format", "pin_memory", "non_blocking")  # they do not change the result
 
 
 class Derived(NamedTuple):
-    """A tensor that is computed of others, by their names."""
+    """A tensor that is computed from others, given by their names."""
 
     function: Callable[..., Any]
     inputs: tuple[str, ...]
@@ -41,31 +41,31 @@ class Result(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A tensor, or several, that no image has a part in."""
+    """A tensor, or several, that do not depend on the images."""
 
     name: str
 
 
 class Times(NamedTuple):
-    """So many times the number of images."""
+    """`factor` times the number of images."""
 
     factor: int
 
 
 class Several(NamedTuple):
-    """The results of a call that gives more than one."""
+    """The results of a call that has more than one."""
 
     call: fx.Node
 
 
-_UNKNOWN = object()  # a number that follows from the number of images in another way
+_UNKNOWN = object()  # a number that depends on the number of images, but is no multiple of it
 
 
 class Reader:
-    """Goes through an exported program once and makes nodes of its calls.
+    """Goes through an exported program once and turns its calls into nodes.
 
-    `rules` turn calls into operations of the graph, by the name of what is called; where a rule gives None, torch has
-    to answer the call. `names` has the first name of every tensor of the model that has more than one.
+    `rules` turn calls into operations of the graph, by the name of the function; if a rule returns None, the call
+    becomes a "torch" node. `names` maps every name of a tensor of the model to its first name.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class Reader:
     ) -> None:
         self.program, self.rules, self.names = program, rules, names
         self.nodes: dict[str, Node] = {}
-        self.norms: dict[str, Fold] = {}  # nodes that are batch norms
+        self.norms: dict[str, Fold] = {}  # by the names of the nodes that are batch norms
         self.values: dict[fx.Node, Any] = {}
         self.sizes: dict[str, Shape] = {}  # of constants
         self.constants: dict[str, Tensor] = {}
         self.derived: dict[str, Derived] = {}
-        self.detached = False  # whether a result was cut off from the gradient
+        self.detached = False  # whether the model detaches a result from the gradient
         self.batch: Any = None
 
     def read(self) -> str:
-        """Fill `nodes`; the name of the one that is the model's result."""
+        """Fill `nodes`, and return the name of the model's result."""
         self._placeholders()
         for call in self.program.graph.nodes:
             if call.op == "call_function":
                 self._call(call)
         specs = self.program.graph_signature.output_specs
-        # A model that overwrites its images gives them back as well, which is nobody's business here.
+        # A model that overwrites its images also returns them, which is ignored here.
         kinds = torch.export.graph_signature.OutputKind
         names = [spec.arg.name for spec in specs if spec.kind is not kinds.USER_INPUT_MUTATION]
         results = [self.values.get(call) for call in self.program.graph.nodes if call.name in names]
@@ -119,19 +119,19 @@ class Reader:
                 raise ModelError(f"the model's graph can't be captured: it has an input {call.name} of another kind")
 
     def _call(self, call: fx.Node) -> None:
-        """Find out what the result of a call is: a constant, a number, a node."""
+        """Store the result of a call: a constant, a number, or a node."""
         value: Any = call.meta.get("val")
         if call.target is operator.getitem and isinstance(self.values[call.args[0]], Several):  # type: ignore[index]
             source, pick = self.values[call.args[0]].call, call.args[1]  # type: ignore[index]
-            known = self._native(source, value) if pick == 0 else None
-            self.values[call] = known or self._torch(source, value, pick)  # type: ignore[arg-type]
+            native = self._native(source, value) if pick == 0 else None
+            self.values[call] = native or self._torch(source, value, pick)  # type: ignore[arg-type]
         elif value is None:
             return  # an assertion
         elif _packet(call.target) in _NEW and all(type(size) is int for size in value.shape):
             self.values[call] = self._derive_new(call, value)
         elif not isinstance(value, (Tensor, tuple, list)):
             self.values[call] = self._number(value)
-        elif all(self._is_constant(each) for each in _flat([*call.args, *call.kwargs.values()])):
+        elif all(self._is_constant(argument) for argument in _flat([*call.args, *call.kwargs.values()])):
             self.values[call] = self._derive_call(call, value)
         elif isinstance(value, (tuple, list)):
             self.values[call] = Several(call)
@@ -142,7 +142,7 @@ class Reader:
         return not isinstance(argument, fx.Node) or isinstance(self.values[argument], (Constant, int, float, bool))
 
     def _number(self, value: Any) -> Any:
-        """A number, or a multiple of the number of images, or what is neither."""
+        """A number, a multiple of the number of images, or `_UNKNOWN`."""
         if not isinstance(value, torch.SymInt):
             return value if isinstance(value, (int, float, bool)) else _UNKNOWN
         expression = value.node.expr
@@ -150,23 +150,27 @@ class Reader:
         return int(expression) if expression.is_Integer else Times(int(factor)) if factor.is_Integer else _UNKNOWN
 
     def _derive_new(self, call: fx.Node, value: Tensor) -> Constant:
-        """A new tensor that has of a result no more than the type."""
+        """A new constant tensor that only takes its type from a result."""
         shape, dtype = tuple(value.shape), value.dtype
         filler = {"new_zeros": 0, "new_ones": 1}.get(_packet(call.target), call.args[-1])
         return self.derive(call.name, lambda: torch.full(shape, filler, dtype=dtype), (), shape)  # type: ignore[arg-type]
 
     def _derive_call(self, call: fx.Node, value: Any) -> Constant:
-        """A call whose arguments are constants: its result is one too."""
-        leaves = [each for each in _flat([*call.args, *call.kwargs.values()]) if isinstance(each, fx.Node)]
-        names = tuple(dict.fromkeys(v.name for v in map(self.values.__getitem__, leaves) if isinstance(v, Constant)))
+        """The constant result of a call whose arguments are constants."""
+        node_arguments = [
+            argument for argument in _flat([*call.args, *call.kwargs.values()]) if isinstance(argument, fx.Node)
+        ]
+        names = tuple(
+            dict.fromkeys(v.name for v in map(self.values.__getitem__, node_arguments) if isinstance(v, Constant))
+        )
         values, target = self.values, call.target
 
         def compute(*tensors: Any) -> Any:
-            known = dict(zip(names, tensors, strict=True))
+            tensors_by_name = dict(zip(names, tensors, strict=True))
 
-            def get(each: fx.Node) -> Any:
-                found = values[each]
-                return known[found.name] if isinstance(found, Constant) else found
+            def get(argument: fx.Node) -> Any:
+                stored = values[argument]
+                return tensors_by_name[stored.name] if isinstance(stored, Constant) else stored
 
             args, kwargs = fx.map_arg(call.args, get), fx.map_arg(call.kwargs, get)
             return target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
@@ -174,7 +178,7 @@ class Reader:
         return self.derive(call.name, compute, names, tuple(getattr(value, "shape", ())))
 
     def derive(self, name: str, function: Callable[..., Any], inputs: tuple[str, ...], shape: Shape) -> Constant:
-        """A constant that is computed of others; `shape` is its own."""
+        """Add a constant of some shape that is computed from others."""
         while name in self.sizes:
             name += "_"
         self.sizes[name] = shape
@@ -182,7 +186,7 @@ class Reader:
         return Constant(name)
 
     def add(self, node: Node) -> Result:
-        """A new node, under its name or one like it."""
+        """Add a node; its name gets a suffix if it is taken."""
         name = node.name
         while name in self.nodes:
             name += "_"
@@ -190,7 +194,7 @@ class Reader:
         return Result(name)
 
     def _shape(self, value: Tensor) -> Shape:
-        """The shape of a result without the batch axis, or with all axes if another is in front."""
+        """The shape of a result without the batch axis, or with all axes if the batch axis is not in front."""
         sizes = [self._number(size) for size in value.shape]
         counts = sum(isinstance(size, Times) for size in sizes)
         if _UNKNOWN in sizes or counts != 1:
@@ -200,18 +204,18 @@ class Reader:
         return tuple(-size.factor if isinstance(size, Times) else size for size in sizes)
 
     def _torch(self, call: fx.Node, value: Tensor, pick: int | None) -> Result:
-        """A call that torch has to answer."""
+        """Add a call as a "torch" node."""
         target: Any = call.target
         if not isinstance(target, torch._ops.OpOverload) or not is_allowed(target):
             raise ModelError(f"the model calls {target}, which a graph can't hold")
         name, shape = str(target), self._shape(value)
-        args = [self._argument(each) for each in call.args]
-        kwargs = {key: self._argument(each) for key, each in call.kwargs.items() if key not in _DROPPED}
-        if _packet(target) in RESHAPES:  # whatever way it was said, and whatever the memory looks like
+        args = [self._argument(argument) for argument in call.args]
+        kwargs = {key: self._argument(argument) for key, argument in call.kwargs.items() if key not in _DROPPED}
+        if _packet(target) in RESHAPES:  # one form for all of them, which works for any memory layout
             name, args, kwargs = "aten.reshape.default", [args[0], [self._size(size) for size in value.shape]], {}
         attributes = {"op": name, "args": args, "kwargs": kwargs, "pick": pick}
-        inputs, tensors = mentioned(attributes, "node"), {each: each for each in mentioned(attributes, "tensor")}
-        return self.add(Node(call.name, "torch", inputs, shape, tensors, attributes))
+        tensors = {tensor: tensor for tensor in mentioned(attributes, "tensor")}
+        return self.add(Node(call.name, "torch", mentioned(attributes, "node"), shape, tensors, attributes))
 
     def _size(self, size: Any) -> Any:
         number = self._number(size)
@@ -229,7 +233,7 @@ class Reader:
             case Times(factor):
                 return {"batch": factor}
             case list() | tuple() if not isinstance(argument, Several):
-                return [self._argument(each) for each in argument]
+                return [self._argument(item) for item in argument]
             case torch.dtype():
                 return {"dtype": str(argument).removeprefix("torch.")}
             case float() if not math.isfinite(argument):
@@ -245,7 +249,7 @@ class Reader:
         bound = self._bound(call)
         x = next(iter(bound.values()), None)
         packet = _packet(target)
-        if isinstance(x, Result) and not bound.get("train") and self._is_nothing(packet, call, value):
+        if isinstance(x, Result) and not bound.get("train") and self._is_no_op(packet, call, value):
             self.detached |= packet in _DETACHED
             return x
         rule = self.rules.get(packet)
@@ -257,38 +261,42 @@ class Reader:
         return rule(self, call.name, bound, shape)
 
     def _is_plain(self, call: fx.Node, value: Tensor) -> bool:
-        """Whether a call is one of floats of one type, and of numbers that are known; sizes may be any."""
-        leaves = [each for each in _flat([*call.args, *call.kwargs.values()]) if isinstance(each, fx.Node)]
-        numbers = [self.values[each] for each in leaves]
+        """Whether a call has floats of one type and known numbers as arguments; reshapes may have any sizes."""
+        node_arguments = [
+            argument for argument in _flat([*call.args, *call.kwargs.values()]) if isinstance(argument, fx.Node)
+        ]
+        known_values = [self.values[argument] for argument in node_arguments]
         types = {
-            each.meta["val"].dtype for each, found in zip(leaves, numbers, strict=True) if isinstance(found, Result)
+            argument.meta["val"].dtype
+            for argument, known_value in zip(node_arguments, known_values, strict=True)
+            if isinstance(known_value, Result)
         }
-        known = all(isinstance(found, (Result, Constant, int, float)) for found in numbers)
+        known = all(isinstance(known_value, (Result, Constant, int, float)) for known_value in known_values)
         return value.is_floating_point() and types == {value.dtype} and (known or _packet(call.target) in RESHAPES)
 
     def _bound(self, call: fx.Node) -> dict[str, Any]:
-        """The arguments of a call by their names, those that are not given by their defaults."""
+        """The arguments of a call by their names, with the defaults of missing ones."""
         bound: dict[str, Any] = {}
         for place, argument in enumerate(call.target._schema.arguments):  # type: ignore[union-attr]
-            given = (
+            value = (
                 call.args[place] if place < len(call.args) else call.kwargs.get(argument.name, argument.default_value)
             )
-            bound[argument.name] = fx.map_arg(given, self.values.__getitem__) if given is not None else None
+            bound[argument.name] = fx.map_arg(value, self.values.__getitem__) if value is not None else None
         return bound
 
-    def _is_nothing(self, packet: str, call: fx.Node, value: Tensor) -> bool:
-        """Whether a call gives the very numbers it gets."""
-        first = next((each for each in _flat(call.args) if isinstance(each, fx.Node)), None)
+    def _is_no_op(self, packet: str, call: fx.Node, value: Tensor) -> bool:
+        """Whether a call returns its input unchanged."""
+        first = next((argument for argument in _flat(call.args) if isinstance(argument, fx.Node)), None)
         before = None if first is None else first.meta.get("val")
         if not isinstance(before, Tensor) or value.dtype != before.dtype:
             return False
-        if packet in _NOTHING:
+        if packet in _NO_OPS:
             return True
         same = len(value.shape) == len(before.shape) and all(map(_is_same, value.shape, before.shape))
         return same and packet in {*RESHAPES, *_TYPES, "slice", "expand", "squeeze"}
 
     def images(self, value: Any, axes: int | None = None) -> Shape | None:
-        """The shape of a value if it is a result with the batch axis in front, of so many other axes (1 or 3)."""
+        """The shape of a value if it is a result with the batch axis in front and `axes` others (1 or 3)."""
         if not isinstance(value, Result):
             return None
         shape = self.nodes[value.name].shape
@@ -296,15 +304,15 @@ class Reader:
         return shape if fits else None
 
     def make(self, name: str, op: str, inputs: Sequence[Result], shape: Shape, **more: Any) -> Result | None:
-        """A node, if its shape is the one that the graph's rules give."""
+        """Add a node, if its shape is the one that the graph's rules give; else None."""
         tensors, attributes = more.pop("tensors", {}), complete(op, more)
         try:
-            follows = result_shape(op, attributes, [self.nodes[each.name].shape for each in inputs])
+            inferred = result_shape(op, attributes, [self.nodes[result.name].shape for result in inputs])
         except BadFile:
             return None
-        if follows not in (None, shape):
+        if inferred not in (None, shape):
             return None
-        return self.add(Node(name, op, tuple(each.name for each in inputs), shape, tensors, attributes))
+        return self.add(Node(name, op, tuple(result.name for result in inputs), shape, tensors, attributes))
 
 
 Rule = Callable[[Reader, str, dict[str, Any], Shape], Result | None]
@@ -316,15 +324,15 @@ def _packet(target: Any) -> str:
 
 def _flat(argument: Any) -> Iterator[Any]:
     if isinstance(argument, (list, tuple)):
-        for each in argument:
-            yield from _flat(each)
+        for item in argument:
+            yield from _flat(item)
     else:
         yield argument
 
 
 def _is_same(first: Any, second: Any) -> bool:
     """Whether two sizes are the same for every number of images."""
-    symbolic = [isinstance(each, torch.SymInt) for each in (first, second)]
+    symbolic = [isinstance(size, torch.SymInt) for size in (first, second)]
     if any(symbolic):
         return all(symbolic) and bool(first.node.expr == second.node.expr)
     return bool(first == second)

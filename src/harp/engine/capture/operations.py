@@ -1,7 +1,7 @@
-"""Which calls of torch are which operations of a graph.
+"""The rules that turn calls of torch into operations of a graph.
 
-A rule gets what is called (`bound`, the arguments by their names) and the shape of the result, and makes the node; it
-gives None for what the graph's operations can't say.
+A rule gets the arguments of the call by their names (`bound`) and the shape of the result, and adds the node. It
+returns None if no operation of the graph fits.
 """
 
 import math
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp.sparse.exported import RESHAPES, Constant, Reader, Result, Rule
-from harp.sparse.folds import Fold, normed
-from harp.sparse.graph import Node, Shape
+from harp.engine.capture.exported_program import RESHAPES, Constant, Reader, Result, Rule
+from harp.engine.graph.folds import Fold, normed
+from harp.engine.graph.nodes import Node, Shape
 
 Bound = dict[str, Any]
 
@@ -27,16 +27,16 @@ def _layer(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **mor
 
 
 def conv(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """A convolution of images, with as many zeros on either side."""
+    """A convolution of images, with the same zero padding on both sides."""
     weight = bound["weight"]
     if reader.images(bound["input"], 3) is None or not isinstance(weight, Constant) or bound.get("transposed"):
         return None
     stride, dilation, padding = _pair(bound["stride"]), _pair(bound["dilation"]), bound["padding"]
     if padding == "same":
-        whole = [step * (size - 1) for step, size in zip(dilation, reader.sizes[weight.name][2:], strict=True)]
-        if any(each % 2 for each in whole):
+        paddings = [step * (size - 1) for step, size in zip(dilation, reader.sizes[weight.name][2:], strict=True)]
+        if any(length % 2 for length in paddings):
             return None
-        padding = [each // 2 for each in whole]
+        padding = [length // 2 for length in paddings]
     padding = [0, 0] if padding == "valid" else _pair(padding)
     more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": bound["groups"]}
     return _layer(reader, name, "conv", bound, shape, **more)
@@ -51,13 +51,13 @@ def norm(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None
     """A batch norm with running statistics."""
     x = bound["input"]
     parts = [bound[key] for key in ("weight", "bias", "running_mean", "running_var")]
-    known = all(part is None or isinstance(part, Constant) for part in parts)
-    if reader.images(x) is None or not known or None in parts[2:] or bound.get("training"):
+    constant = all(part is None or isinstance(part, Constant) for part in parts)
+    if reader.images(x) is None or not constant or None in parts[2:] or bound.get("training"):
         return None
     scale, shift = (None if part is None else part.name for part in parts[:2])
     mean, variance = parts[2].name, parts[3].name
     fold = Fold(None, scale, shift, mean, variance, bound["eps"])
-    names = tuple(each for each in (scale, shift, mean, variance) if each is not None)
+    names = tuple(tensor for tensor in (scale, shift, mean, variance) if tensor is not None)
 
     def part(index: int) -> Callable[..., Tensor]:
         return lambda *tensors: normed(fold, dict(zip(names, tensors, strict=True)).__getitem__)[index]
@@ -99,9 +99,9 @@ def _by_channel(reader: Reader, value: Any, shape: Shape) -> bool:
 def _arithmetic(
     reader: Reader, name: str, pair: tuple[Any, Any], shape: Shape, rule: Callable[[Any, bool], tuple[Any, Any]]
 ) -> Result | None:
-    """A sum, difference, product or quotient of images and constants of the channels.
+    """A sum, difference, product or quotient of images and a constant for each channel.
 
-    `rule` gives factor and summand of the images for a constant, which came second or first.
+    `rule` gets the constant and whether it came first, and gives the scale and the shift of the images.
     """
     first, second = pair
     x, other, swapped = (first, second, False) if isinstance(first, Result) else (second, first, True)
@@ -166,14 +166,14 @@ def clip(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None
 
 
 def clamp(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """Numbers held between two others, with a gradient at the bounds."""
+    """A clamp: with a gradient at the bounds."""
     return _clip(reader, name, bound, shape, (bound["min"], bound["max"]), inclusive=True)
 
 
 def _clip(
     reader: Reader, name: str, bound: Bound, shape: Shape, bounds: tuple[Any, Any], *, inclusive: bool
 ) -> Result | None:
-    if not all(isinstance(each, (int, float)) and math.isfinite(each) for each in bounds) or bounds[0] > bounds[1]:
+    if not all(isinstance(limit, (int, float)) and math.isfinite(limit) for limit in bounds) or bounds[0] > bounds[1]:
         return None
     low, high = map(float, bounds)
     return _pointwise(reader, name, "clip", bound, shape, low=low, high=high, inclusive=inclusive)
@@ -185,7 +185,7 @@ def _pointwise(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, *
 
 
 def concat(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """Results side by side, along the channels."""
+    """A concatenation along the channels."""
     parts, axis = bound["tensors"], bound["dim"] % (len(shape) + 1)
     fits = axis == 1 and all(reader.images(part, len(shape)) is not None for part in parts)
     return reader.make(name, "concat", parts, shape) if fits else None
@@ -216,7 +216,7 @@ def _pool(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **more
 
 
 def adaptive(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """The mean of so many windows, if they are all alike."""
+    """An adaptive mean pooling, if all windows have the same size."""
     size = reader.images(bound["self"], 3)
     if size is None or any(before % after for before, after in zip(size[1:], shape[1:], strict=True)):
         return None

@@ -1,11 +1,11 @@
-"""From numbers to few bytes: bits, Golomb-Rice codes and interleaved rANS.
+"""Compresses numbers: bit packing, Golomb-Rice codes and interleaved rANS.
 
 Positions of kept weights are coded as gaps. Gaps of a random mask are geometric, for which Golomb-Rice codes (Golomb,
 Run-length encodings, IEEE Trans. Inf. Theory 1966; Rice, 1979) need no table, but lose up to 0.12 bits a gap. Where
 that is more than a table costs, gaps are put into buckets whose width grows with the gap, and the buckets are entropy
-coded by their own frequencies: within 0.01 bits a gap, and less than the mask's binomial entropy where rows or blocks
-of it are dead. The entropy coder is rANS (Duda, Asymmetric numeral systems, 2013) with one state for every 1024
-symbols, which take turns (Giesen, Interleaved entropy coders, 2014): so numpy decodes many symbols at a time.
+coded by their own frequencies: within 0.01 bits a gap, and less than the mask's binomial entropy if rows or blocks of
+it are pruned entirely. The entropy coder is rANS (Duda, Asymmetric numeral systems, 2013) with one state for every 1024
+symbols. The states are interleaved (Giesen, Interleaved entropy coders, 2014), so numpy decodes many symbols at a time.
 """
 
 import struct
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harp.compact.reader import BUCKETS, LOWEST, PER_LANE, SCALE_BITS
+from harp.engine.format.reader import BUCKETS, LOWEST, PER_LANE, SCALE_BITS
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -22,7 +22,7 @@ _SCALE = 1 << SCALE_BITS
 
 
 def positions(indices: _Ints) -> bytes:
-    """Ascending positions, in the smallest of the codes there are."""
+    """Ascending positions, in the code that is smallest."""
     if len(indices) == 0:
         return b""
     gaps = np.diff(indices, prepend=-1) - 1
@@ -35,7 +35,7 @@ def positions(indices: _Ints) -> bytes:
 
 
 def planes(values: npt.NDArray[Any]) -> bytes:
-    """Numbers as their lowest bytes, their next bytes, and so on, each of these smaller where that can be."""
+    """Numbers as byte planes: all lowest bytes, then all second bytes, and so on; each plane compressed if shorter."""
     little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1)
     rows = little.view(np.uint8).reshape(little.size, values.itemsize)
     return b"".join(symbols(np.ascontiguousarray(plane)) for plane in rows.T)
@@ -55,7 +55,7 @@ def _counts(data: _Bytes) -> _Ints:
 
 
 def _estimate(counts: _Ints) -> float:
-    """About how many bytes symbols of these counts take with their table; rather too few."""
+    """A low estimate of the bytes that symbols with these counts take, including their table."""
     present, total = counts[counts > 0], max(int(counts.sum()), 1)
     entropy = float((present * np.log2(total / present)).sum()) / 8
     return entropy + len(present) + 2 * (total / PER_LANE) + 4
@@ -72,15 +72,15 @@ def _rice(gaps: _Ints) -> bytes:
 
 
 def _buckets(gaps: _Ints, bits: int) -> tuple[_Bytes, _Ints]:
-    """Buckets by the highest bit of a gap and so many bits behind it, and how many bits come below those."""
-    # The exponent of a float is the place of the highest bit; below 2 ** 53 the conversion is exact.
+    """Buckets by the highest bit of a gap and `bits` bits after it, and how many lower bits are left."""
+    # The exponent of a float is the position of the highest bit; below 2 ** 53 the conversion is exact.
     highest = np.frexp(gaps.astype(np.float64))[1].astype(np.int64) - 1
     extra = np.maximum(highest - bits, 0)
     return ((extra << bits) + (gaps >> extra)).astype(np.uint8), extra
 
 
 def packed(numbers: _Ints, lengths: _Ints) -> bytes:
-    """Numbers of so many bits each, the lowest bit first."""
+    """Numbers packed into bits, `lengths` bits each, the lowest bit first."""
     starts = np.cumsum(lengths) - lengths
     places = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
     bits = (np.repeat(numbers, lengths) >> places) & 1
@@ -88,11 +88,11 @@ def packed(numbers: _Ints, lengths: _Ints) -> bytes:
 
 
 def _frequencies(counts: _Ints) -> _Ints:
-    """Counts scaled to a sum of 4096, none that was there to nothing."""
+    """Counts scaled to a sum of 4096; a positive count stays positive."""
     share = counts / counts.sum() * _SCALE
     scaled = np.where(counts > 0, np.maximum(np.floor(share), 1), 0).astype(np.int64)
     while scaled.sum() != _SCALE:
-        # One more or one less where it changes the length of the code least.
+        # Add or subtract one where it changes the length of the code least.
         up = scaled.sum() < _SCALE
         changed = scaled + (1 if up else -1)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -102,7 +102,7 @@ def _frequencies(counts: _Ints) -> _Ints:
 
 
 def _coded(data: _Bytes, frequencies: _Ints) -> bytes:
-    """Table, states, number of words and words: what the reader's `_symbols` takes apart, from the end backwards."""
+    """Table, states, number of words and words, encoded from the end; the reader's `_symbols` decodes them."""
     lanes = -(-len(data) // PER_LANE)
     state = np.full(lanes, LOWEST, np.uint64)
     weight = frequencies.astype(np.uint64)

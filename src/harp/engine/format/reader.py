@@ -1,7 +1,7 @@
 """Reads `.harp` files: pruned networks, small. docs/format.md describes the format, byte by byte.
 
-This file needs Python 3.11 and numpy only: copy it to where a network is to be read. No file is trusted: sizes are held
-against the bytes there are and against `limit` before memory is asked for. What is wrong is a `BadFile` of one line.
+This file needs Python 3.11 and numpy only: it can be copied to where networks are read. No file is trusted: sizes are
+checked against the length of the file and against `limit` before memory is allocated. All errors are a `BadFile`.
 """
 
 import io
@@ -42,7 +42,7 @@ class Stored(NamedTuple):
 def read(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Array]]:
     """The header, and every tensor in full; at most `limit` bytes of tensors."""
     header, stored = read_sparse(source, limit)
-    need = sum(math.prod(each.shape) * each.values.itemsize for each in stored.values())
+    need = sum(math.prod(tensor.shape) * tensor.values.itemsize for tensor in stored.values())
     _demand(need <= limit, f"the tensors take {need} bytes, more than the limit of {limit}")
     tensors = {name: np.zeros(shape, values.dtype) for name, (shape, _, values) in stored.items()}
     for name, (_, indices, values) in stored.items():
@@ -55,24 +55,24 @@ def read_sparse(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tup
     content = source if isinstance(source, bytes) else pathlib.Path(source).read_bytes()
     _demand(len(content) >= PRELUDE.size and content[:4] == b"HARP", "this is no .harp file")
     _, version, packing, length, total, checksum = PRELUDE.unpack_from(content)
-    known = version == VERSION and packing in (0, 1)
-    _demand(known, f"the file is of version {version}, packing {packing}; this reader knows version 1, packing 0 and 1")
+    known = f"this reader knows version {VERSION}, packing 0 and 1"
+    _demand(version == VERSION and packing in (0, 1), f"the file is of version {version}, packing {packing}; {known}")
     _demand(total == len(content), f"the file has {len(content)} bytes instead of {total}: it is cut or damaged")
     packed, data = content[PRELUDE.size : PRELUDE.size + length], content[PRELUDE.size + length :]
     _demand(zlib.crc32(packed, zlib.crc32(content[: PRELUDE.size - 4])) == checksum, "the header is damaged")
     header = _header(packed, packing)
     parts: dict[str, bytes] = {}
-    at = need = 0
+    start = need = 0
     for entry in header["tensors"]:
         _check(entry)
-        name, end = entry["name"], at + entry["length"]
+        name, end = entry["name"], start + entry["length"]
         _demand(name not in parts, f"two tensors are called {name!r}")
-        _demand(entry["offset"] == at and end <= len(data), f"tensor {name!r} is not where it should be")
-        parts[name] = data[at:end]
+        _demand(entry["offset"] == start and end <= len(data), f"tensor {name!r} is not where it should be")
+        parts[name] = data[start:end]
         _demand(zlib.crc32(parts[name]) == entry["crc"], f"tensor {name!r} is damaged")
-        each = np.dtype(entry["dtype"]).itemsize + 8 * ("nonzeros" in entry)
-        at, need = end, need + each * entry.get("nonzeros", math.prod(entry["shape"]))
-    _demand(at == len(data), f"{len(data) - at} bytes belong to no tensor")
+        entry_bytes = np.dtype(entry["dtype"]).itemsize + 8 * ("nonzeros" in entry)
+        start, need = end, need + entry_bytes * entry.get("nonzeros", math.prod(entry["shape"]))
+    _demand(start == len(data), f"{len(data) - start} bytes belong to no tensor")
     _demand(need <= limit, f"the stored values take {need} bytes, more than the limit of {limit}")
     return header, {entry["name"]: _tensor(entry, parts[entry["name"]]) for entry in header["tensors"]}
 
@@ -101,7 +101,7 @@ def _check(entry: Any) -> None:
     _demand(coding != "int8" or (sparse and entry.get("scale") in ("f16", "f32")), f"{name!r} has no scales")
 
 
-@np.errstate(all="ignore")  # the numbers of a stranger may be any
+@np.errstate(all="ignore")  # an untrusted file may hold any numbers
 def _tensor(entry: dict[str, Any], content: bytes) -> Stored:
     part, shape, dtype = io.BytesIO(content), tuple(entry["shape"]), np.dtype(entry["dtype"])
     size, indices = math.prod(shape), None
@@ -117,29 +117,29 @@ def _tensor(entry: dict[str, Any], content: bytes) -> Stored:
 
 
 def _positions(part: io.BytesIO, count: int, size: int) -> npt.NDArray[np.int64]:
-    """Ascending positions, from the gaps before each: a high part, and so many low bits."""
+    """Ascending positions from the gaps before them; a gap is a high part and a number of low bits."""
     code = _take(part, 1)[0] if count else 0
-    if code < BUCKETS:  # Golomb-Rice: as many zeros as the high part says, and a one
+    if code < BUCKETS:  # Golomb-Rice: the high part in unary, as that many zeros and a one
         unary = _take(part, len(part.getvalue()) - part.tell() - (count * code + 7) // 8)
         marks = np.unpackbits(np.frombuffer(unary, np.uint8), bitorder="little")
-        _demand((found := np.count_nonzero(marks)) == count, f"{count} positions expected, {found} found")
+        _demand((marked := np.count_nonzero(marks)) == count, f"{count} positions expected, {marked} found")
         high, lengths = np.diff(np.flatnonzero(marks), prepend=-1) - 1, np.full(count, code, np.int64)
-    else:  # entropy-coded buckets: a number below 2 ** (bits + 1), or its highest bits and how many come below them
+    else:  # entropy-coded buckets: a number below 2 ** (bits + 1), or its highest bits and the number of lower bits
         bits, buckets = code - BUCKETS, _symbols(part, count).astype(np.int64)
         _demand(bits <= 2, f"positions are coded in an unknown way: {code}")
         high = np.where(buckets < 1 << bits, buckets, (buckets & ((1 << bits) - 1)) + (1 << bits))
         lengths = np.maximum((buckets >> bits) - 1, 0)
-    largest = (high * 2.0**lengths).max(initial=0)  # in floats, as it may be beyond any integer
+    largest = (high * 2.0**lengths).max(initial=0)  # in floats, as integers could overflow
     _demand(largest <= size and lengths.max(initial=0) <= 40, "a position is outside its tensor")
     low, starts = _take(part, (int(lengths.sum()) + 7) // 8), np.cumsum(lengths) - lengths
-    windows = np.ndarray((len(low) + 1,), "<i8", low + bytes(8), 0, (1,))  # eight bytes from every byte on
+    windows = np.ndarray((len(low) + 1,), "<i8", low + bytes(8), 0, (1,))  # the eight bytes that start at each byte
     gaps = (high << lengths) | ((windows[starts >> 3] >> (starts & 7)) & ((1 << lengths) - 1))
     _demand(gaps.sum(dtype=np.float64) + count <= size and not part.read(1), "a position is outside its tensor")
     return np.cumsum(gaps + 1) - 1
 
 
 def _values(part: io.BytesIO, count: int, dtype: str) -> Array:
-    """Numbers from their bytes: all the lowest ones, all the next ones, and so on."""
+    """Numbers from their byte planes: all lowest bytes, then all second bytes, and so on."""
     return np.stack([_symbols(part, count) for _ in range(np.dtype(dtype).itemsize)], 1).reshape(-1).view(dtype)
 
 
@@ -154,39 +154,39 @@ def _symbols(part: io.BytesIO, count: int) -> npt.NDArray[np.uint8]:
     words = np.frombuffer(_take(part, 2 * int.from_bytes(_take(part, 4), "little")), "<u2").astype(np.uint32)
     symbol, below = np.repeat(np.arange(len(shares), dtype="u1"), shares), np.cumsum(shares, dtype="u4") - shares
     if lanes < FEW:
-        table, each, first, states = symbol.tobytes(), shares.tolist(), below.tolist(), state.tolist()
-        plain, source = bytearray(), iter(words.tolist())
+        table, frequencies, first, states = symbol.tobytes(), shares.tolist(), below.tolist(), state.tolist()
+        decoded, source = bytearray(), iter(words.tolist())
         for lane in itertools.islice(itertools.cycle(range(lanes)), count):
-            slot = (now := states[lane]) & 4095  # SCALE_BITS and LOWEST as numbers: names take time here
-            plain.append(byte := table[slot])
-            now = each[byte] * (now >> 12) + slot - first[byte]
-            states[lane] = now if now >= 65536 else (now << 16) | next(source, 0)
+            slot = (value := states[lane]) & 4095  # literals instead of SCALE_BITS and LOWEST: they are faster
+            decoded.append(byte := table[slot])
+            value = frequencies[byte] * (value >> 12) + slot - first[byte]
+            states[lane] = value if value >= 65536 else (value << 16) | next(source, 0)
         _demand(next(source, None) is None and set(states) <= {LOWEST}, "coded bytes do not add up")
-        return np.frombuffer(plain, np.uint8)
+        return np.frombuffer(decoded, np.uint8)
     weight, offset = np.repeat(shares, shares), np.arange(len(symbol), dtype=np.uint32) - np.repeat(below, shares)
-    found = np.empty(count, np.uint8)
+    decoded_bytes = np.empty(count, np.uint8)
     for start in range(0, count, lanes):
         state = state[: count - start]  # the last round may have fewer
         slot = state & ((1 << SCALE_BITS) - 1)
-        found[start : start + lanes] = symbol[slot]
+        decoded_bytes[start : start + lanes] = symbol[slot]
         state = weight[slot] * (state >> SCALE_BITS) + offset[slot]
         low = (state < LOWEST).nonzero()[0]
         _demand(len(low) <= len(words), "coded bytes do not add up")
         state[low] = (state[low] << 16) | words[: len(low)]
         words = words[len(low) :]
     _demand(len(words) == 0 and (state == LOWEST).all(), "coded bytes do not add up")
-    return found
+    return decoded_bytes
 
 
 def _frequencies(part: io.BytesIO) -> npt.NDArray[np.uint32]:
-    """Of 4096 bytes, how many are 0, 1, ...: in one byte, in two if its first bit is set, or 0 and a run of zeros."""
-    found: list[int] = []
-    while sum(found) < 1 << SCALE_BITS and len(found) < 256:
+    """How many of 4096 bytes are 0, 1, ...: one byte each, two if its first bit is set, or 0 and a run of zeros."""
+    shares: list[int] = []
+    while sum(shares) < 1 << SCALE_BITS and len(shares) < 256:
         first = _take(part, 1)[0]
         second = 0 if 0 < first < 128 else _take(part, 1)[0]
-        found += [((first - 128) << 8) + second if first >= 128 else first] if first else [0] * (second + 1)
-    _demand(sum(found) == 1 << SCALE_BITS and len(found) <= 256, "a tensor has no proper frequencies")
-    return np.array(found, np.uint32)
+        shares += [((first - 128) << 8) + second if first >= 128 else first] if first else [0] * (second + 1)
+    _demand(sum(shares) == 1 << SCALE_BITS and len(shares) <= 256, "a tensor has no proper frequencies")
+    return np.array(shares, np.uint32)
 
 
 def _take(part: io.BytesIO, count: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads `.harp` files into torch's tensors and masks."""
+"""Reads `.harp` files into torch tensors and masks."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp.compact.reader import BadFile, read_sparse
+from harp.engine.format.reader import BadFile, read_sparse
 from harp.errors import CheckpointError
-from harp.files import StrPath, reason
+from harp.system.files import StrPath, reason
 
 
 def load(path: StrPath, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
@@ -17,7 +17,8 @@ def load(path: StrPath, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str,
     try:
         header, stored = read_sparse(Path(path), limit)
         need = sum(
-            math.prod(each.shape) * (each.values.itemsize + (each.indices is not None)) for each in stored.values()
+            math.prod(tensor.shape) * (tensor.values.itemsize + (tensor.indices is not None))
+            for tensor in stored.values()
         )
         if need > limit:
             raise BadFile(f"the tensors and masks take {need} bytes, more than the limit of {limit}")

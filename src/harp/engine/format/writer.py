@@ -1,4 +1,4 @@
-"""Writes `.harp` files; `harp.compact.reader` reads them."""
+"""Writes `.harp` files; `harp.engine.format.reader` reads them."""
 
 import json
 import math
@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from harp.compact import coding
-from harp.compact.reader import DTYPES, LARGEST_HEADER, LARGEST_TENSOR, PRELUDE, VERSION
+from harp.engine.format import coding
+from harp.engine.format.reader import DTYPES, LARGEST_HEADER, LARGEST_TENSOR, PRELUDE, VERSION
 from harp.errors import CheckpointError, RecipeError
-from harp.files import StrPath, reason, write_bytes
+from harp.system.files import StrPath, reason, write_bytes
 
 _Array = npt.NDArray[Any]
 _FLOATS: dict[str, Any] = {"f16": np.float16, "f32": np.float32}
-_STEPS = 127  # of an int8 on either side of zero
+_STEPS = 127  # levels of an int8 on either side of zero
 
 
 def write(
@@ -29,12 +29,12 @@ def write(
     values: str = "f16",
     others: str = "f32",
 ) -> None:
-    """Write a network's tensors, those with a mask as the weights that it keeps, atomically.
+    """Write a network's tensors atomically; of tensors with a mask, only the kept weights are stored.
 
-    `values` says how kept weights are stored: "f32" (exact), "f16", or "int8" with a scale for each output channel.
-    `others` says it for floats without a mask: "f32" or "f16". Other types are stored as they are. Kept weights stay
-    kept, also those that are zero; int8 makes no other weight zero. `header` is any JSON object; the names in it that
-    others rely on are described in docs/format.md.
+    `values` is the type of kept weights: "f32" (exact), "f16", or "int8" with a scale for each output channel. `others`
+    is that of floats without a mask: "f32" or "f16". Other types are stored as they are. Kept weights stay kept, even
+    those that are zero; int8 rounds no nonzero weight to zero. `header` is any JSON object; docs/format.md describes
+    the keys that readers use.
     """
     write_bytes(path, encode(tensors, masks, header, values, others))
 
@@ -49,18 +49,18 @@ def encode(
     precise: Collection[str] = (),
     deflate: bool = True,
 ) -> bytes:
-    """The content of a file; the header can be left readable.
+    """The content of a file. Without `deflate` the header is not compressed.
 
-    `precise` are the names of tensors whose kept entries are stored like floats without a mask, by `others`.
+    `precise` are the names of tensors whose kept entries are stored like floats without a mask, as in `others`.
     """
     if values not in (*_FLOATS, "int8"):
         raise RecipeError(f"values {values!r}: choose from 'f32', 'f16', 'int8'")
     if others not in _FLOATS:
         raise RecipeError(f"others {others!r}: choose from 'f32', 'f16'")
-    if strange := masks.keys() - tensors.keys():
-        raise CheckpointError(f"there is a mask but no tensor called {min(strange)!r}")
+    if unknown := masks.keys() - tensors.keys():
+        raise CheckpointError(f"there is a mask but no tensor called {min(unknown)!r}")
     if "tensors" in header:
-        raise RecipeError("header: 'tensors' is what the file says of its tensors, choose another name")
+        raise RecipeError("header: the name 'tensors' is reserved, choose another one")
     sections = [
         _section(name, tensor, masks.get(name), others if name in precise else values, others)
         for name, tensor in tensors.items()
@@ -70,13 +70,13 @@ def encode(
 
 def _assemble(header: Mapping[str, Any], sections: list[tuple[dict[str, Any], bytes]], deflate: bool) -> bytes:
     """Prelude, header, sections."""
-    at = 0
+    offset = 0
     entries = []
     for entry, content in sections:
-        entries.append({**entry, "offset": at, "length": len(content), "crc": zlib.crc32(content)})
-        at += len(content)
+        entries.append({**entry, "offset": offset, "length": len(content), "crc": zlib.crc32(content)})
+        offset += len(content)
     packing, packed = _pack({**header, "tensors": entries}, deflate)
-    start = PRELUDE.pack(b"HARP", VERSION, packing, len(packed), PRELUDE.size + len(packed) + at, 0)[:-4]
+    start = PRELUDE.pack(b"HARP", VERSION, packing, len(packed), PRELUDE.size + len(packed) + offset, 0)[:-4]
     checksum = zlib.crc32(packed, zlib.crc32(start)).to_bytes(4, "little")
     return b"".join([start, checksum, packed, *(content for _, content in sections)])
 
@@ -127,7 +127,7 @@ def _indices(name: str, array: _Array, mask: Tensor) -> npt.NDArray[np.int64]:
 
 
 def _stored(name: str, numbers: _Array, coding_of: str) -> tuple[str, _Array]:
-    """Numbers in the type they are stored in, if they have one of their own."""
+    """Numbers converted to the type of a coding, or as they are ("plain") if that type is not smaller."""
     target = _FLOATS.get(coding_of)
     if numbers.dtype.kind != "f" or target is None or np.dtype(target).itemsize >= numbers.itemsize:
         return "plain", numbers
@@ -140,7 +140,7 @@ def _stored(name: str, numbers: _Array, coding_of: str) -> tuple[str, _Array]:
 
 
 def _quantised(name: str, kept: _Array, rows: npt.NDArray[np.int64]) -> tuple[str, _Array, _Array]:
-    """Symmetric steps of the largest weight in each row that has any; what is not zero does not become zero."""
+    """Symmetric quantisation by the largest weight of each row; no nonzero weight becomes zero."""
     if not np.isfinite(kept).all():
         raise CheckpointError(f"{name!r} holds NaN or infinite numbers, int8 can't")
     live, row = np.unique(rows, return_inverse=True)

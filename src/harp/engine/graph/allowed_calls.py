@@ -1,8 +1,8 @@
-"""The functions of torch's aten that a network in a file may call.
+"""The aten functions of torch that a network in a file may call.
 
-They are functions of tensors and numbers: nothing is overwritten, drawn at random or read from elsewhere, and every
-place that an argument names is held against the sizes of the tensors. What captures of the usual networks give is
-here; of what torch has besides, backward passes, poolings undone and the like trust the places that they are given.
+They are pure functions of tensors and numbers: they overwrite nothing, draw nothing at random and read nothing else,
+and they check every index against the sizes of the tensors. The list has what captures of the usual networks need.
+Other functions of torch, such as backward passes and unpoolings, do not check the indices that they get.
 """
 
 import math
@@ -50,11 +50,11 @@ scalar_tensor zeros zeros_like clone contiguous detach float to _to_copy type_as
 _FUNCTIONS = frozenset(" ".join((_POINTWISE, _REDUCTIONS, _SHAPES, _PRODUCTS, _LAYERS, _OTHERS)).split())
 _KINDS = {"dtype", "out_dtype", "layout", "device", "memory_format"}
 _ATTENTION = "scaled_dot_product_attention"
-_SCALES = 1 / 1024, 1024  # of pictures that are made larger or smaller
+_SCALES = 1 / 1024, 1024  # the smallest and the largest scale of a resized image
 
 
 def is_allowed(overload: Any) -> bool:
-    """Whether a function of torch is one that a network may consist of."""
+    """Whether a network in a file may call a function of torch."""
     schema = overload._schema
     name = schema.name.removeprefix("aten::")
     return (
@@ -63,18 +63,18 @@ def is_allowed(overload: Any) -> bool:
         and not schema.is_mutable
         and not any(argument.is_out for argument in schema.arguments)
         and bool(schema.returns)
-        and all(str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns)
+        and all(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns)
         and (torch.Tag.nondeterministic_seeded not in overload.tags or name == _ATTENTION)
     )
 
 
 def objection(overload: Any, args: list[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """What speaks against a call of an allowed function with these arguments; None if nothing does."""
+    """Why an allowed function must not be called with these arguments; None if it may be."""
     name = overload._schema.name.removeprefix("aten::")
     rule = _RULES.get(name) or (_resized if "upsample" in name else None)
     names = [argument.name for argument in overload._schema.arguments]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
-    for key in _KINDS & bound.keys():  # torch takes any whole number for one of its types, and falls over
+    for key in _KINDS & bound.keys():  # torch takes any integer as a type, and crashes
         if bound[key] is not None and not (key in ("dtype", "out_dtype") and isinstance(bound[key], torch.dtype)):
             return f"has {key} {bound[key]!r:.100}"
     return None if rule is None else rule(bound)
@@ -85,10 +85,10 @@ def _attention(bound: Mapping[str, Any]) -> str | None:
 
 
 def _batch_norm(bound: Mapping[str, Any]) -> str | None:
-    """Torch does not compare the sizes itself in every one of these functions."""
-    learns = bound.get("training", False) or (bound.get("use_input_stats", False) and bound["running_mean"] is not None)
-    if learns:
-        return "changes what it knows of images"
+    """Not all of these functions of torch check the sizes."""
+    input_stats = bound.get("use_input_stats", False) and bound["running_mean"] is not None
+    if bound.get("training", False) or input_stats:
+        return "changes its running statistics"
     x = bound["input"]
     parts = [bound.get(key) for key in ("weight", "bias", "running_mean", "running_var")]
     fits = all(part is None or (isinstance(part, Tensor) and part.shape == x.shape[1:2]) for part in parts)
@@ -97,16 +97,17 @@ def _batch_norm(bound: Mapping[str, Any]) -> str | None:
 
 def _padded(bound: Mapping[str, Any]) -> str | None:
     if bound.get("mode", "constant") != "constant" and min(bound["pad"], default=0) < 0:
-        return "mirrors less than nothing"
+        return "has a negative padding"
     return None
 
 
 def _resized(bound: Mapping[str, Any]) -> str | None:
-    """Positions are products with these factors, rounded to whole numbers."""
-    given = [bound.get(key) for key in ("scale_factors", "scales", "scales_d", "scales_h", "scales_w")]
-    factors = [each for part in given for each in (part if isinstance(part, list) else [part]) if each is not None]
-    fit = all(math.isfinite(each) and _SCALES[0] <= each <= _SCALES[1] for each in factors)
-    return None if fit else f"makes images {factors} times as large"
+    """Torch computes positions as products with these factors, rounded to integers."""
+    arguments = [bound.get(key) for key in ("scale_factors", "scales", "scales_d", "scales_h", "scales_w")]
+    lists = [argument if isinstance(argument, list) else [argument] for argument in arguments]
+    factors = [factor for values in lists for factor in values if factor is not None]
+    fit = all(math.isfinite(factor) and _SCALES[0] <= factor <= _SCALES[1] for factor in factors)
+    return None if fit else f"resizes images by {factors}"
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any]], str | None]] = {

@@ -1,4 +1,4 @@
-"""Batch norms as factors and summands, and put into the layers before them.
+"""Batch norms as a scale and a shift, folded into the layers before them.
 
 γ (Wx + b − μ) / √(σ² + ε) + β  =  (sW) x + s (b − μ) + β      with  s = γ / √(σ² + ε)
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fold:
-    """A batch norm that went into a layer: the names of its tensors in the model's state, None where it has none."""
+    """A batch norm folded into a layer: the names of its tensors in the model's state, None for missing ones."""
 
     bias: str | None
     scale: str | None
@@ -23,7 +23,7 @@ class Fold:
 
 
 def folded(weight: str, fold: Fold, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Weight and bias of a layer and the norm behind it as one layer's."""
+    """The weight and bias of one layer that computes a layer and the norm behind it."""
     scale, shift = normed(fold, get)
     whole = get(weight)
     bias = shift if fold.bias is None else shift + scale * get(fold.bias)
@@ -31,7 +31,7 @@ def folded(weight: str, fold: Fold, get: Callable[[str], Tensor]) -> dict[str, T
 
 
 def normed(fold: Fold, get: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-    """A batch norm as factor and summand of each channel."""
+    """The scale and the shift of a batch norm, by channel."""
     mean, variance = get(fold.mean), get(fold.variance)
     scale = torch.rsqrt(variance + fold.epsilon)
     scale = scale if fold.scale is None else scale * get(fold.scale)

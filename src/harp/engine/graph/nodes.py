@@ -1,13 +1,12 @@
-"""What a network computes, as plain data: a list of nodes, each with an operation, its inputs and its tensors.
+"""A network as plain data: a list of nodes, each with an operation, its inputs and its tensors.
 
-A graph is small enough for the header of a file, and it needs numpy and the standard library only: whoever executes it
-does not need torch, unless a node says so. All shapes are those of one image, without the batch axis; pairs are
-[vertical, horizontal].
+A graph is small enough for the header of a file. It can be executed without torch, unless it has a "torch" node. All
+shapes are those of one image, without the batch axis; pairs are [vertical, horizontal].
 
 | operation | attributes                                   | tensors        | result                            |
 |-----------|----------------------------------------------|----------------|-----------------------------------|
 | input     |                                              |                | the images                        |
-| conv      | stride, padding, dilation, groups            | weight[, bias] | 2-d convolution, zeros around     |
+| conv      | stride, padding, dilation, groups            | weight[, bias] | 2-d convolution, zero padding     |
 | linear    |                                              | weight[, bias] | matrix product, of (C,)           |
 | affine    |                                              | scale, shift   | scale · x + shift, by channel     |
 | relu      |                                              |                | max(x, 0)                         |
@@ -21,12 +20,11 @@ does not need torch, unless a node says so. All shapes are those of one image, w
 | flatten   |                                              |                | all numbers in one row, C order   |
 | torch     | op, args, kwargs, pick                       | as in args     | any pure function of torch's aten |
 
-With `inclusive`, `clip` passes a gradient at its bounds, as the clamp of torch does and its hardtanh does not.
-`mean` gives (C,), or (C, 1, 1) if it is to keep the axes. In the arguments of "torch" an object stands for what JSON
-has no word for: {"node": name} the result of a node, {"tensor": name} a tensor of the file, {"batch": k} k times the
-number of images, {"dtype": name} a type, {"float": "inf"} a float that JSON can't write. `pick` says which of several
-results is meant. The result of a "torch" node may have its batch axis elsewhere than in front: then its shape has all
-axes, and -k stands for k times the number of images.
+With `inclusive`, `clip` passes a gradient at its bounds, as torch.clamp does and hardtanh does not. `mean` gives (C,),
+or (C, 1, 1) with `keep`. In the arguments of "torch", objects represent what JSON can't: {"node": name} the result of a
+node, {"tensor": name} a tensor of the file, {"batch": k} k times the number of images, {"dtype": name} a type,
+{"float": "inf"} a float that is not finite. `pick` selects one of several results. If the batch axis of a "torch"
+node's result is not in front, its shape lists all axes, and -k stands for k times the number of images.
 """
 
 import math
@@ -35,11 +33,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harp.compact.reader import BadFile
+from harp.engine.format.reader import BadFile
 
 Shape = tuple[int, ...]
 
-# What every node of an operation has; an attribute whose default is None must be given.
+# The attributes of every operation with their defaults; an attribute whose default is None is required.
 _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "input": {},
     "conv": {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "groups": 1},
@@ -59,7 +57,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
 OPS = tuple(_ATTRIBUTES)
 _TENSORS = {"conv": ("weight", "bias"), "linear": ("weight", "bias"), "affine": ("scale", "shift")}
 _LAYERS = ("conv", "linear")
-_STATED = ("input", "conv", "linear", "torch")  # their shapes don't follow from the inputs alone
+_STATED = ("input", "conv", "linear", "torch")  # their shapes don't follow from the inputs alone, so a file states them
 
 _LARGEST = 1 << 28  # numbers of a result for one image
 _LONGEST = 1 << 20  # of a kernel, a stride, a name
@@ -70,7 +68,7 @@ _ATEN = re.compile(r"aten\.[A-Za-z0-9_]{1,100}\.[A-Za-z0-9_]{1,100}")
 
 @dataclass(frozen=True)
 class Node:
-    """One operation: what it reads, what it gives."""
+    """One operation with its inputs, the shape of its result, its tensors and its attributes."""
 
     name: str
     op: str
@@ -82,7 +80,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order of execution, the first is the input; and which of them is the result."""
+    """Nodes in the order of execution, the first of which is the input; and the name of the output node."""
 
     nodes: tuple[Node, ...]
     output: str
@@ -99,34 +97,34 @@ class Graph:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether a node can't be computed without torch."""
+        """Whether a node needs torch."""
         return any(node.op == "torch" for node in self.nodes)
 
     def tensor_names(self) -> list[str]:
-        """The names of all tensors that the nodes use, each once, in the order of their use."""
+        """The names of all tensors that the nodes use, without duplicates, in the order of their use."""
         return list(dict.fromkeys(name for node in self.nodes for name in node.tensors.values()))
 
     def as_dict(self) -> dict[str, Any]:
-        """The graph as JSON, without what follows from the rest."""
+        """The graph as JSON, without entries that follow from the others."""
         nodes = [_entry(node, index, self.nodes) for index, node in enumerate(self.nodes)]
         return {"nodes": nodes} if self.output == self.nodes[-1].name else {"nodes": nodes, "output": self.output}
 
     @classmethod
     def from_dict(cls, content: Any) -> "Graph":
-        """The graph of `as_dict`, checked as what a stranger wrote; `BadFile` says what is wrong with it."""
+        """The graph of `as_dict`. The content is not trusted: `BadFile` says what is wrong with it."""
         _demand(isinstance(content, dict) and isinstance(content.get("nodes"), list), "the graph has no list of nodes")
         entries = content["nodes"]
         _demand(0 < len(entries) <= _MOST, f"the graph has {len(entries)} nodes: 1 to {_MOST} are allowed")
-        known: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         for index, entry in enumerate(entries):
-            node = _node(entry, index, known)
-            known[node.name] = node
-        output = content.get("output", next(reversed(known)))
-        _demand(isinstance(output, str) and output in known, f"the graph's output {output!r:.100} is none of its nodes")
-        return cls(tuple(known.values()), output)
+            node = _node(entry, index, nodes)
+            nodes[node.name] = node
+        output = content.get("output", next(reversed(nodes)))
+        _demand(isinstance(output, str) and output in nodes, f"the graph's output {output!r:.100} is none of its nodes")
+        return cls(tuple(nodes.values()), output)
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Refuse tensors of these shapes if they are not what the nodes need; `BadFile` says which."""
+        """Raise `BadFile` if the tensors are missing or their shapes are not what the nodes need."""
         before: dict[str, Node] = {}
         for node in self.nodes:
             for name in node.tensors.values():
@@ -139,7 +137,7 @@ class Graph:
 
 
 def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Shape | None:
-    """The shape that an operation gives, None if it does not follow from its inputs; `BadFile` if there is none."""
+    """The shape of an operation's result, None if it does not follow from its inputs; `BadFile` if there is none."""
     if op in _STATED:
         return None
     first = inputs[0]
@@ -147,7 +145,7 @@ def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]
         window = [attributes[key] for key in ("kernel", "stride", "padding")]
         dilation = attributes.get("dilation", [1, 1])
         sizes = zip(first[1:], *window, dilation, strict=True)
-        return (first[0], *(_windows(*each, ceil=attributes["ceil"]) for each in sizes))
+        return (first[0], *(_windows(*axis, ceil=attributes["ceil"]) for axis in sizes))
     if op == "mean":
         return (first[0], 1, 1) if attributes["keep"] else first[:1]
     if op == "flatten":
@@ -161,7 +159,7 @@ def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]
 
 
 def complete(op: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """All attributes of an operation, those that are not given by their defaults."""
+    """All attributes of an operation, with the defaults of missing ones."""
     return {**_ATTRIBUTES[op], **attributes}
 
 
@@ -171,18 +169,18 @@ def references(arguments: Any, kind: str) -> Iterator[str]:
         if kind in arguments and len(arguments) == 1:
             yield arguments[kind]
     elif isinstance(arguments, list):
-        for each in arguments:
-            yield from references(each, kind)
+        for argument in arguments:
+            yield from references(argument, kind)
 
 
 def mentioned(attributes: Mapping[str, Any], kind: str) -> tuple[str, ...]:
-    """The names of one kind in all arguments of a "torch" node, each once, in order."""
+    """The names of one kind in all arguments of a "torch" node, without duplicates, in order."""
     arguments = [*attributes["args"], *attributes["kwargs"].values()]
     return tuple(dict.fromkeys(references(arguments, kind)))
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil: bool = False) -> int:
-    """How many windows fit; in ceil mode the last may reach over the edge, but must start inside."""
+    """How many windows fit; in ceil mode the last one may reach over the edge, but must start inside."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     _demand(room >= 0, f"a window of {kernel} does not fit into {size} with padding {padding}")
     count = (-(-room // stride) if ceil else room // stride) + 1
@@ -190,13 +188,13 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, *
 
 
 def default_name(op: str, index: int, tensors: Mapping[str, str]) -> str:
-    """The name that a node has if nothing else is said: its layer's, or its operation and place."""
+    """The name of a node that has none of its own: that of its layer, or its operation and index."""
     weight = tensors.get("weight", "") if op in _LAYERS else ""
     return weight.removesuffix(".weight") if weight.endswith(".weight") else f"{op}{index}"
 
 
 def _entry(node: Node, index: int, nodes: tuple[Node, ...]) -> dict[str, Any]:
-    """A node as JSON: a name, inputs, tensors and attributes only where they are not the usual ones."""
+    """A node as JSON, without names, inputs, tensors and attributes that are the default ones."""
     entry: dict[str, Any] = {"op": node.op}
     usual = {"weight": f"{node.name}.weight", "bias": f"{node.name}.bias"}
     if node.op in _LAYERS and dict(node.tensors) == usual:
@@ -215,7 +213,7 @@ def _entry(node: Node, index: int, nodes: tuple[Node, ...]) -> dict[str, Any]:
     return entry | ({"attributes": attributes} if attributes else {})
 
 
-def _node(entry: Any, index: int, known: dict[str, Node]) -> Node:
+def _node(entry: Any, index: int, earlier: dict[str, Node]) -> Node:
     _demand(isinstance(entry, dict), f"node {index} of the graph is no object")
     op = entry.get("op")
     _demand(
@@ -224,9 +222,9 @@ def _node(entry: Any, index: int, known: dict[str, Node]) -> Node:
     _demand((op == "input") == (index == 0), "the graph's first node, and no other, is its input")
     attributes = _checked_attributes(op, entry.get("attributes", {}))
     name, tensors = _name_and_tensors(entry, op, index, attributes)
-    _demand(name not in known, f"two nodes of the graph are called {name!r:.100}")
-    inputs = _inputs(entry, op, attributes, known)
-    shapes = [known[each].shape for each in inputs]
+    _demand(name not in earlier, f"two nodes of the graph are called {name!r:.100}")
+    inputs = _inputs(entry, op, attributes, earlier)
+    shapes = [earlier[source].shape for source in inputs]
     if op not in ("input", "torch"):
         _demand(
             all(len(shape) in (1, 3) and min(shape) > 0 for shape in shapes), f"{name!r:.100} can't read its inputs"
@@ -240,7 +238,7 @@ def _name_and_tensors(entry: Any, op: str, index: int, attributes: dict[str, Any
     name, tensors = entry.get("name"), entry.get("tensors")
     _demand(name is None or _is_name(name), f"node {index} of the graph has no proper name")
     if op == "torch":
-        tensors = {each: each for each in mentioned(attributes, "tensor")}
+        tensors = {tensor: tensor for tensor in mentioned(attributes, "tensor")}
     elif tensors is None:
         _demand(op not in _LAYERS or name is not None, f"node {index} of the graph has no name")
         tensors = {"weight": f"{name}.weight", "bias": f"{name}.bias"} if op in _LAYERS else {}
@@ -252,11 +250,11 @@ def _name_and_tensors(entry: Any, op: str, index: int, attributes: dict[str, Any
     return name if name is not None else default_name(op, index, tensors), dict(tensors)
 
 
-def _inputs(entry: Any, op: str, attributes: dict[str, Any], known: dict[str, Node]) -> tuple[str, ...]:
+def _inputs(entry: Any, op: str, attributes: dict[str, Any], earlier: dict[str, Node]) -> tuple[str, ...]:
     if op == "input":
         return ()
-    inputs = mentioned(attributes, "node") if op == "torch" else entry.get("inputs", [next(reversed(known))])
-    proper = isinstance(inputs, (list, tuple)) and all(isinstance(each, str) and each in known for each in inputs)
+    inputs = mentioned(attributes, "node") if op == "torch" else entry.get("inputs", [next(reversed(earlier))])
+    proper = isinstance(inputs, (list, tuple)) and all(isinstance(name, str) and name in earlier for name in inputs)
     _demand(proper, f"a node of the graph ({op}) reads what no earlier node gives")
     fits = {"concat": 1 <= len(inputs) <= _MOST, "torch": True, "add": len(inputs) == 2}.get(op, len(inputs) == 1)
     _demand(fits, f"a node of the graph ({op}) has {len(inputs)} inputs")
@@ -264,14 +262,21 @@ def _inputs(entry: Any, op: str, attributes: dict[str, Any], known: dict[str, No
 
 
 def _shape(entry: Any, op: str, attributes: dict[str, Any], inputs: list[Shape]) -> Shape:
-    follows = result_shape(op, attributes, inputs)
-    stated = entry.get("shape", None if follows is None else list(follows))
+    inferred = result_shape(op, attributes, inputs)
+    shape_entry = entry.get("shape", None if inferred is None else list(inferred))
     low = -_LARGEST if op == "torch" else 1
-    sizes = isinstance(stated, list) and len(stated) <= 16 and all(type(n) is int and n >= low for n in stated)
+    sizes = (
+        isinstance(shape_entry, list)
+        and len(shape_entry) <= 16
+        and all(type(n) is int and n >= low for n in shape_entry)
+    )
     _demand(sizes, f"a node of the graph ({op}) has no proper shape")
-    _demand(math.prod(max(abs(n), 1) for n in stated) <= _LARGEST, f"a node of the graph ({op}) is too large: {stated}")
-    shape = tuple(stated)
-    _demand(follows is None or shape == follows, f"a node of the graph ({op}) says {shape}, but it gives {follows}")
+    _demand(
+        math.prod(max(abs(n), 1) for n in shape_entry) <= _LARGEST,
+        f"a node of the graph ({op}) is too large: {shape_entry}",
+    )
+    shape = tuple(shape_entry)
+    _demand(inferred is None or shape == inferred, f"a node of the graph ({op}) says {shape}, but it gives {inferred}")
     if op == "conv":
         groups = attributes["groups"]
         _demand(len(shape) == 3 and shape[0] % groups == 0 == inputs[0][0] % groups, f"conv gives no shape {shape}")
@@ -281,10 +286,10 @@ def _shape(entry: Any, op: str, attributes: dict[str, Any], inputs: list[Shape])
     return shape
 
 
-def _checked_attributes(op: str, given: Any) -> dict[str, Any]:
+def _checked_attributes(op: str, entry: Any) -> dict[str, Any]:
     defaults = _ATTRIBUTES[op]
-    _demand(isinstance(given, dict) and given.keys() <= defaults.keys(), f"a node ({op}) has attributes it can't have")
-    attributes = complete(op, given)
+    _demand(isinstance(entry, dict) and entry.keys() <= defaults.keys(), f"a node ({op}) has attributes it can't have")
+    attributes = complete(op, entry)
     for key, value in attributes.items():
         _demand(_PROPER[key](value), f"a node of the graph ({op}) has {key} {value!r:.100}")
     if op == "clip":
@@ -297,7 +302,7 @@ def _checked_attributes(op: str, given: Any) -> dict[str, Any]:
     return attributes
 
 
-def _check_tensors(node: Node, before: Shape, tensors: Mapping[str, Shape]) -> None:
+def _check_tensors(node: Node, input_shape: Shape, tensors: Mapping[str, Shape]) -> None:
     channels = node.shape[0]
     if node.op == "affine":
         for role, shape in tensors.items():
@@ -305,19 +310,21 @@ def _check_tensors(node: Node, before: Shape, tensors: Mapping[str, Shape]) -> N
         return
     weight, bias = tensors["weight"], tensors.get("bias")
     groups = node.attributes.get("groups", 1)
-    wanted = (channels, before[0] // groups)
+    wanted = (channels, input_shape[0] // groups)
     kernel = weight[2:] if node.op == "conv" else ()
     fits = (
         weight[:2] == wanted
         and len(weight) == (4 if node.op == "conv" else 2)
         and all(0 < n < _LONGEST for n in kernel)
     )
-    _demand(fits, f"{node.tensors['weight']!r} is of shape {weight}, which does not turn {before} into {node.shape}")
+    _demand(
+        fits, f"{node.tensors['weight']!r} is of shape {weight}, which does not turn {input_shape} into {node.shape}"
+    )
     _demand(bias in (None, (channels,)), f"{node.tensors.get('bias')!r} is of shape {bias}, not {(channels,)}")
     if node.op == "conv":
         window = [node.attributes[key] for key in ("stride", "padding", "dilation")]
-        gives = tuple(_windows(*each) for each in zip(before[1:], kernel, *window, strict=True))
-        _demand(gives == node.shape[1:], f"node {node.name!r} says {node.shape[1:]}, but it gives {gives}")
+        computed = tuple(_windows(*axis) for axis in zip(input_shape[1:], kernel, *window, strict=True))
+        _demand(computed == node.shape[1:], f"node {node.name!r} says {node.shape[1:]}, but it gives {computed}")
 
 
 def _is_name(value: Any) -> bool:
@@ -340,12 +347,16 @@ def _is_flag(value: Any) -> bool:
 
 def _is_argument(value: Any, depth: int = 0) -> bool:
     if isinstance(value, list):
-        return depth < _DEEPEST and all(_is_argument(each, depth + 1) for each in value)
+        return depth < _DEEPEST and all(_is_argument(item, depth + 1) for item in value)
     if isinstance(value, dict):
         if len(value) != 1:
             return False
-        ((kind, what),) = value.items()
-        return (type(what) is int and 0 < what < _LONGEST) if kind == "batch" else kind in _MARKS and _is_name(what)
+        ((kind, content),) = value.items()
+        return (
+            (type(content) is int and 0 < content < _LONGEST)
+            if kind == "batch"
+            else kind in _MARKS and _is_name(content)
+        )
     return value is None or isinstance(value, (bool, int, str)) or _is_number(value)
 
 

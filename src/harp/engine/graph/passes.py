@@ -1,12 +1,12 @@
-"""What is done to the nodes of a graph once all are known: folding, merging, leaving out, naming."""
+"""Passes over the nodes of a captured graph: folding, merging, removing unused nodes, renaming."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from harp.sparse.folds import Fold, bias_name
-from harp.sparse.graph import Graph, Node, default_name, mentioned
+from harp.engine.graph.folds import Fold, bias_name
+from harp.engine.graph.nodes import Graph, Node, default_name, mentioned
 
 Nodes = dict[str, Node]
 
@@ -14,13 +14,13 @@ Nodes = dict[str, Node]
 def fold(
     nodes: Nodes, norms: Mapping[str, Fold], output: str, taken: Collection[str]
 ) -> tuple[Nodes, dict[str, Fold], str]:
-    """Put batch norms into the layers before them, where nobody else reads the layer and all its uses agree."""
+    """Fold batch norms into the layers before them, if nothing else reads these and all uses of the weight agree."""
     readers = _readers(nodes, output)
-    behind: dict[str, str] = {}  # the norm that is a layer's only reader
+    norm_of: dict[str, str] = {}  # the norm that is a layer's only reader
     for name in norms.keys() & nodes.keys():
         layer = nodes[nodes[name].inputs[0]]
         if layer.op in ("conv", "linear") and readers[layer.name] == 1:
-            behind[layer.name] = name
+            norm_of[layer.name] = name
     uses: dict[str, list[tuple[str, str]]] = {}
     for node in nodes.values():
         for role, tensor in node.tensors.items():
@@ -28,8 +28,8 @@ def fold(
     folds: dict[str, Fold] = {}
     moved: dict[str, str] = {}
     for weight, users in uses.items():
-        layers = [nodes[name] for name, role in users if role == "weight" and name in behind]
-        wanted = {replace(norms[behind[layer.name]], bias=layer.tensors.get("bias")) for layer in layers}
+        layers = [nodes[name] for name, role in users if role == "weight" and name in norm_of]
+        wanted = {replace(norms[norm_of[layer.name]], bias=layer.tensors.get("bias")) for layer in layers}
         own = bias_name(weight)
         others = {name for name, _ in uses.get(own, [])} - {layer.name for layer in layers}
         foreign = own in taken and any(layer.tensors.get("bias") != own for layer in layers)
@@ -38,13 +38,13 @@ def fold(
         (folds[weight],) = wanted
         for layer in layers:
             nodes[layer.name] = replace(layer, tensors={"weight": weight, "bias": own})
-            moved[behind[layer.name]] = layer.name
+            moved[norm_of[layer.name]] = layer.name
     kept = {name: _rewired(node, moved) for name, node in nodes.items() if name not in moved}
     return kept, folds, moved.get(output, output)
 
 
 def merged(nodes: Nodes, output: str, derive: Callable[[str, Callable[..., Any], tuple[str, ...]], str]) -> Nodes:
-    """Affine maps behind each other as one; `derive` gives a name to a tensor that is computed of others."""
+    """Merge consecutive affine maps; `derive` names a tensor that is computed from others."""
     readers = _readers(nodes, output)
     left = dict(nodes)
     for name, node in nodes.items():
@@ -60,7 +60,7 @@ def merged(nodes: Nodes, output: str, derive: Callable[[str, Callable[..., Any],
 
 
 def _readers(nodes: Mapping[str, Node], output: str) -> Counter[str]:
-    return Counter([output, *(each for node in nodes.values() for each in node.inputs)])
+    return Counter([output, *(name for node in nodes.values() for name in node.inputs)])
 
 
 def reachable(nodes: Nodes, output: str) -> Nodes:
@@ -73,10 +73,10 @@ def reachable(nodes: Nodes, output: str) -> Nodes:
 
 
 def _rewired(node: Node, moved: Mapping[str, str]) -> Node:
-    """A node that reads from where its inputs have gone."""
+    """A node with the new names of its inputs."""
     if not moved.keys() & set(node.inputs):
         return node
-    inputs = tuple(moved.get(each, each) for each in node.inputs)
+    inputs = tuple(moved.get(name, name) for name in node.inputs)
     if node.op != "torch":
         return replace(node, inputs=inputs)
     attributes = {key: _substituted(value, moved) for key, value in node.attributes.items()}
@@ -85,7 +85,7 @@ def _rewired(node: Node, moved: Mapping[str, str]) -> Node:
 
 def _substituted(argument: Any, moved: Mapping[str, str]) -> Any:
     if isinstance(argument, list):
-        return [_substituted(each, moved) for each in argument]
+        return [_substituted(item, moved) for item in argument]
     if isinstance(argument, dict):
         if len(argument) == 1 and isinstance(argument.get("node"), str):
             return {"node": moved.get(argument["node"], argument["node"])}
@@ -94,7 +94,7 @@ def _substituted(argument: Any, moved: Mapping[str, str]) -> Any:
 
 
 def renamed(nodes: Nodes, output: str) -> Graph:
-    """The graph with names that say something: of layers, and of operations with their place."""
+    """The graph with readable names: those of the layers, or the operation and its position."""
     names: dict[str, str] = {}
     taken: set[str] = set()
     for index, node in enumerate(nodes.values()):

@@ -1,19 +1,19 @@
-"""A graph as a module of torch: for attacks, for exporters, and for a comparison with what computes the same graph."""
+"""A graph as a torch module: for attacks, for exporters, and for comparisons with other implementations."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from harp.sparse import reference
-from harp.sparse.graph import Graph, Node
+from harp.engine.graph import reference
+from harp.engine.graph.nodes import Graph, Node
 
 
 class InTorch(nn.Module):
-    """A graph as a network of torch, with gradients: the twin of whatever computes the same graph.
+    """A graph as a torch network with gradients.
 
-    Convolutions and linear layers are modules, so that attacks may lay out their memory; the rest is computed as
-    `harp.sparse.reference` does.
+    Convolutions and linear layers are modules, so that attacks can choose their memory layout;
+    `harp.engine.graph.reference` computes the rest.
     """
 
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
@@ -37,27 +37,27 @@ class InTorch(nn.Module):
 
 
 def _layer(node: Node, tensors: Mapping[str, nn.Parameter]) -> nn.Module:
-    """The module of a layer, with the tensors themselves: a weight that two layers share is one."""
+    """The module of a layer, with the given tensors and not copies: two layers may share a weight."""
     weight = tensors[node.tensors["weight"]]
     bias = tensors[node.tensors["bias"]] if "bias" in node.tensors else None
-    has = node.attributes
+    attributes = node.attributes
     with torch.device("meta"):
         if node.op == "linear":
-            made: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+            layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
         else:
-            made = nn.Conv2d(
-                weight.shape[1] * has["groups"],
+            layer = nn.Conv2d(
+                weight.shape[1] * attributes["groups"],
                 weight.shape[0],
                 (weight.shape[2], weight.shape[3]),
-                tuple(has["stride"]),
-                tuple(has["padding"]),
-                tuple(has["dilation"]),
-                has["groups"],
+                tuple(attributes["stride"]),
+                tuple(attributes["padding"]),
+                tuple(attributes["dilation"]),
+                attributes["groups"],
                 bias is not None,
             )
-    made.register_parameter("weight", weight)
-    made.register_parameter("bias", bias)
-    return made
+    layer.register_parameter("weight", weight)
+    layer.register_parameter("bias", bias)
+    return layer
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

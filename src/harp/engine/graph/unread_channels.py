@@ -1,7 +1,7 @@
-"""Channels that no kept weight reads: whatever they are, the result is the same.
+"""Finds channels that no kept weight reads: they do not change the result.
 
-From the result backwards: a channel is read if a kept weight of a channel that is read reads it, or an operation that
-hands channels on. What torch computes may read everything.
+The search goes from the result backwards. A channel is read if it is an input of a kept weight whose output channel is
+read, or if an operation passes it on to a channel that is read. A "torch" node reads all channels.
 """
 
 import math
@@ -10,19 +10,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from harp.sparse.graph import Graph, Node
+from harp.engine.graph.nodes import Graph, Node
 
 
 def read_channels(graph: Graph, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Which channels of each node's result are read; `masks` are those of the layers' weights, by name."""
-    found = {node.name: torch.zeros(_channels(node), dtype=torch.bool) for node in graph.nodes}
-    found[graph.output][:] = True
+    """Which channels of each node's result are read; `masks` are the masks of the layers' weights, by name."""
+    flags = {node.name: torch.zeros(_channels(node), dtype=torch.bool) for node in graph.nodes}
+    flags[graph.output][:] = True
     nodes = {node.name: node for node in graph.nodes}
     for node in reversed(graph.nodes):
-        read = found[node.name]
+        read = flags[node.name]
         offset = 0
         for name in node.inputs:
-            channels = len(found[name])
+            channels = len(flags[name])
             if node.op == "torch":
                 part = torch.ones(channels, dtype=torch.bool)
             elif node.op in ("conv", "linear"):
@@ -33,12 +33,12 @@ def read_channels(graph: Graph, masks: Mapping[str, Tensor]) -> dict[str, Tensor
                 part = read.view(channels, math.prod(nodes[name].shape[1:])).any(1)
             else:
                 part = read
-            found[name] |= part
-    return found
+            flags[name] |= part
+    return flags
 
 
 def _channels(node: Node) -> int:
-    """How many channels a result has; of one that has its batch axis elsewhere nobody asks."""
+    """How many channels a result has. If the batch axis is not in front, only "torch" nodes use the number."""
     return abs(node.shape[0]) if node.shape else 1
 
 

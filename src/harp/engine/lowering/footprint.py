@@ -1,32 +1,32 @@
-"""How much memory a network takes, and how many multiplications, by arithmetic: before any of it is asked for.
+"""Estimates the memory and the multiplications of a network before anything is allocated.
 
-A file of a few bytes can describe windows and images of any size. What is counted is what the engine allocates for one
-group of images and one thread; small things are left out, so it is about right and not exact.
+A file of a few bytes can describe windows and images of any size. The estimate counts what the engine allocates for one
+group of images and one thread. It leaves small things out, so it is approximate.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from harp.compact.reader import BadFile
-from harp.sparse.graph import Graph
-from harp.sparse.layouts import layouts
-from harp.sparse.lowering import MaxPool, Operation, Product, Split, Stage, Value, is_native, read, windows
-from harp.sparse.network import Network
-from harp.sparse.planes import Plane
-from harp.sparse.runner import Runner
+from harp.engine.format.reader import BadFile
+from harp.engine.graph.nodes import Graph
+from harp.engine.lowering.layouts import layouts
+from harp.engine.lowering.lower import MaxPool, Operation, Product, Split, Stage, Value, is_native, read, windows
+from harp.engine.lowering.planes import Plane
+from harp.engine.network import Network
+from harp.engine.runner import Runner
 
-_TAP = 64  # bytes: where it reads, and its weight in the matrices that are made of taps
-_STEP = 2048  # bytes of a step with its arrays, more or less
-_RESULT = 8  # bytes of a number that torch computes: most have four, some are whole numbers
-_FLAGS = 4  # for each channel of a value
-_MOST_PLACES = 1 << 62  # that a whole number of 64 bits can tell apart
-_FARTHEST = 2**31 - 1  # floats that the native code's offsets reach
-_MOST_WORK = 1 << 40  # multiplications for an image: some minutes
+_TAP = 64  # bytes of a tap, including its weight and offset in the matrices
+_STEP = 2048  # about the bytes of a step with its arrays
+_RESULT = 8  # bytes of a number that torch computes: most have four, 64-bit integers have eight
+_FLAGS = 4  # bytes of flags for each channel of a value
+_MOST_PLACES = 1 << 62  # keys of taps are 64-bit integers
+_FARTHEST = 2**31 - 1  # the native code's offsets, in floats, are 32-bit integers
+MOST_WORK = 1 << 40  # multiplications for an image: some minutes
 
 
 def check_taps(graph: Graph, entries: Mapping[str, int], limit: int) -> None:
-    """Refuse a graph whose taps take more memory than the limit; `entries` are those of the stored tensors."""
+    """Refuse a graph whose taps take more memory than the limit; `entries` is how many values each tensor stores."""
     shapes = {node.name: node.shape for node in graph.nodes}
     taps = 0
     for node in graph.nodes:
@@ -53,29 +53,29 @@ def check(network: Network, limit: int) -> None:
         if isinstance(part, Runner):
             lasting += max(_arena(part, lanes) for lanes in {1, part.lanes})
             work += sum(map(_work, part.stage.operations))
-            made = {name: 4 * math.prod(value.size) for name, value in part.stage.outputs.items()}
+            results = {name: 4 * math.prod(value.size) for name, value in part.stage.outputs.items()}
         else:
-            made = {part.name: _RESULT * math.prod(map(abs, shapes[part.name]))}
+            results = {part.name: _RESULT * math.prod(map(abs, shapes[part.name]))}
             if part.op in ("conv", "linear"):
                 work += math.prod(network.shape_of(part.tensors["weight"])) * math.prod(part.shape[1:])
-        sizes |= made
-        held += sum(made.values())
+        sizes |= results
+        held += sum(results.values())
         between = max(between, held)
         held -= sum(sizes[name] for name in done)
     _demand(lasting + between, limit)
-    if work > _MOST_WORK:
-        raise BadFile(f"computing an image takes {work} multiplications, more than {_MOST_WORK}")
+    if work > MOST_WORK:
+        raise BadFile(f"computing an image takes {work} multiplications, more than {MOST_WORK}")
 
 
 def _arena(runner: Runner, lanes: int) -> int:
-    """Bytes of a stage for so many images at a time, with what it takes to find the programs."""
+    """Bytes of a stage for groups of `lanes` images, including what building its programs takes."""
     stage, vector = runner.stage, int(runner.kernels.lanes)
     planes = layouts(stage, lanes, vector)
     for value, plane in planes.items():
         if value.size[0] * plane.size > _FARTHEST:
             raise BadFile(f"a result of shape {value.size} is too large for the native code with the zeros around it")
-    phases = sum(math.prod(each.stride) for each in stage.operations if isinstance(each, Split))
-    runs = sum(planes[each.y].size // 4 for each in stage.operations)
+    phases = sum(math.prod(split.stride) for split in stage.operations if isinstance(split, Split))
+    runs = sum(planes[operation.y].size // 4 for operation in stage.operations)
     flags = _FLAGS * sum(value.size[0] for value in planes)
     for operation in stage.operations:
         if isinstance(operation, Product) and _places(operation) > _MOST_PLACES:
@@ -86,14 +86,14 @@ def _arena(runner: Runner, lanes: int) -> int:
 
 
 def _regions(stage: Stage, planes: Mapping[Value, Plane]) -> int:
-    """Floats of all places that results are kept in, where those of one layout follow each other as in a program."""
+    """Floats of all regions; values of one layout reuse a region as in a program."""
     uses = Counter(value for operation in stage.operations for value in read(operation))
     uses.update(stage.outputs.values())
     held: Counter[tuple[int, Plane]] = Counter()
     most: Counter[tuple[int, Plane]] = Counter()
     alone = 0
-    splits = {each.y for each in stage.operations if isinstance(each, Split)}  # no other result takes their place
-    for value, before in _made(stage):
+    splits = {split.y for split in stage.operations if isinstance(split, Split)}  # their regions are not reused
+    for value, before in _values_in_order(stage):
         key = value.size[0], planes[value]
         if value in splits:
             alone += value.size[0] * planes[value].size
@@ -101,12 +101,13 @@ def _regions(stage: Stage, planes: Mapping[Value, Plane]) -> int:
             held[key] += 1
             most[key] = max(most[key], held[key])
         uses.subtract(before)
-        for gone in {each for each in (value, *before) if uses[each] == 0 and each not in splits}:
-            held[gone.size[0], planes[gone]] -= 1
+        for unused in {other for other in (value, *before) if uses[other] == 0 and other not in splits}:
+            held[unused.size[0], planes[unused]] -= 1
     return alone + sum(count * channels * plane.size for (channels, plane), count in most.items())
 
 
-def _made(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
+def _values_in_order(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
+    """Every value with those that it is computed from."""
     for value in stage.inputs.values():
         yield value, []
     for operation in stage.operations:
@@ -114,7 +115,7 @@ def _made(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
 
 
 def _places(product: Product) -> int:
-    """How many places rows could read: a number for each orders the taps."""
+    """The number of possible keys of the taps, see `harp.engine.lowering.matrices`."""
     (low, high), (left, right) = product.taps.reach()
     return product.taps.rows * product.taps.planes * (high - low + 1) * (right - left + 1)
 

@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 
-from harp.sparse.lowering import Concat, Product, Stage, Value, read
-from harp.sparse.planes import Plane
+from harp.engine.lowering.lower import Concat, Product, Stage, Value, read
+from harp.engine.lowering.planes import Plane
 
 
 def layouts(stage: Stage, lanes: int, vector: int) -> dict[Value, Plane]:
-    """The layout of every value. Those that a product or a sum links have one pitch and one padding."""
+    """The layout of every value. Values that a product or a concatenation links share one pitch and padding."""
     group: dict[Value, Value] = {}
 
     def root(value: Value) -> Value:
         while (above := group.setdefault(value, value)) is not value:
-            group[value] = group[above]  # a long chain is not walked twice
+            group[value] = group[above]  # path compression: a long chain is not walked twice
             value = above
         return value
 
@@ -33,16 +33,17 @@ def layouts(stage: Stage, lanes: int, vector: int) -> dict[Value, Plane]:
     width: dict[Value, int] = defaultdict(int)
     for value in group:
         width[root(value)] = max(width[root(value)], value.size[2])
-    found = {}
+    planes = {}
     for value in group:
         around = pad[root(value)]
-        found[value] = Plane(*value.size[1:], around, width[root(value)] + around, lanes, vector)
-    return found
+        planes[value] = Plane(*value.size[1:], around, width[root(value)] + around, lanes, vector)
+    return planes
 
 
 def _reach(product: Product) -> int:
-    """How far outside a plane a product reads, on either way."""
-    far = 0
-    for (low, high), given, made in zip(product.taps.reach(), product.x.size[1:], product.y.size[1:], strict=True):
-        far = max(far, -low, made - 1 + high - (given - 1), high, given - 1 - low - (made - 1))
-    return far
+    """How far outside a plane a product reads, in the forward or the backward pass."""
+    reach = 0
+    sizes = zip(product.taps.reach(), product.x.size[1:], product.y.size[1:], strict=True)
+    for (low, high), inputs, outputs in sizes:
+        reach = max(reach, -low, outputs - 1 + high - (inputs - 1), high, inputs - 1 - low - (outputs - 1))
+    return reach

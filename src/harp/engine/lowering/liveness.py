@@ -1,7 +1,7 @@
-"""Which channels matter: those that somebody reads, and those that depend on the image at all.
+"""Which channels are computed: those that are read, and, in the backward pass, those that depend on the image.
 
-A pruned layer gives channels that no later layer reads, and channels that are constant because all their weights are
-gone. The first need not be computed, and of the second nobody needs a gradient.
+A pruned layer has channels that no later layer reads, and channels that are constant because all their weights are
+pruned. The first need not be computed, and the second need no gradient.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harp.sparse.lowering import Concat, Flatten, Operation, Product, Split, Stage, Value
+from harp.engine.lowering.lower import Concat, Flatten, Operation, Product, Split, Stage, Value
 
 Flags = npt.NDArray[np.bool_]
 
@@ -24,7 +24,7 @@ class Liveness:
 
 
 def liveness(stage: Stage) -> Liveness:
-    """What matters of a stage."""
+    """The channels of a stage that are read, and those whose gradient is needed."""
     values = {value for operation in stage.operations for value in (*_sources(operation), operation.y)}
     values |= {*stage.inputs.values(), *stage.outputs.values()}
     read = {value: np.zeros(value.size[0], np.bool_) for value in values}
@@ -40,7 +40,7 @@ def liveness(stage: Stage) -> Liveness:
     needed = {value: read[value] & varies[value] for value in values}
     for value in stage.inputs.values():
         needed[value][:] = True
-    for operation in stage.operations:  # what is only moved on the way back has to be there as a whole
+    for operation in stage.operations:  # the backward pass copies these gradients, so all of them must be computed
         if isinstance(operation, Product):
             if operation.summand is not None:
                 needed[operation.y] |= needed[operation.summand]
@@ -58,7 +58,7 @@ def _sources(operation: Operation) -> list[Value]:
 
 
 def _spread(operation: Operation, flags: Flags, to: dict[Value, Flags]) -> None:
-    """From an operation's output to what it reads."""
+    """Propagate flags from an operation's output to its inputs."""
     if isinstance(operation, Product):
         to[operation.x][operation.taps.plane[flags[operation.taps.row]]] = True
         if operation.summand is not None:
@@ -77,11 +77,11 @@ def _spread(operation: Operation, flags: Flags, to: dict[Value, Flags]) -> None:
 
 
 def _gathered(operation: Operation, of: dict[Value, Flags]) -> Flags:
-    """From what an operation reads to its output."""
+    """The flags of an operation's output from those of its inputs."""
     if isinstance(operation, Product):
-        found = np.zeros(operation.y.size[0], np.bool_)
-        found[operation.taps.row[of[operation.x][operation.taps.plane]]] = True
-        return found if operation.summand is None else found | of[operation.summand]
+        flags = np.zeros(operation.y.size[0], np.bool_)
+        flags[operation.taps.row[of[operation.x][operation.taps.plane]]] = True
+        return flags if operation.summand is None else flags | of[operation.summand]
     if isinstance(operation, Split):
         return np.tile(of[operation.x], math.prod(operation.stride))
     if isinstance(operation, Flatten):

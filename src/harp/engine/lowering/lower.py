@@ -1,7 +1,6 @@
-"""From a graph to the few operations that the native code knows, with activations and sums put into the products.
+"""From a graph to the few operations of the native code, with activations and sums fused into the products.
 
-A *stage* is a part of the graph that the native code computes as a whole. Between stages are nodes that are left to
-torch.
+A *stage* is a part of the graph that the native code computes as a whole. Torch computes the nodes between stages.
 """
 
 import itertools
@@ -13,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from harp.sparse import taps
-from harp.sparse.graph import Graph, Node
-from harp.sparse.native import CLAMP, CLIP, LEAKY, LINEAR, RELU
-from harp.sparse.taps import Floats, Taps
+from harp.engine.graph.nodes import Graph, Node
+from harp.engine.lowering import taps
+from harp.engine.lowering.taps import Floats, Taps
+from harp.engine.native.bindings import CLAMP, CLIP, LEAKY, LINEAR, RELU
 
 Size = tuple[int, int, int]
-_LARGEST_WINDOW = 255  # which pixel of a window was largest is kept in a byte
+_LARGEST_WINDOW = 255  # the position of the largest pixel in a window is stored in a byte
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What happens to a sum: nothing, or a function of two or three straight parts."""
+    """The activation of a product: linear, or piecewise linear with two or three pieces."""
 
     kind: int = LINEAR
     low: float = 0.0
@@ -33,7 +32,7 @@ class Activation:
 
 @dataclass(eq=False)
 class Value:
-    """A result: channels, height, width. Its gradient is masked where an activation cut it off."""
+    """A result of size (channels, height, width), after its activation."""
 
     size: Size
     activation: Activation = field(default_factory=Activation)
@@ -41,7 +40,7 @@ class Value:
 
 @dataclass(eq=False)
 class Product:
-    """y = activation(bias + taps · x + summand); `weight` and `bias` name the tensors, None for constants."""
+    """y = activation(bias + taps · x + summand); `weight` and `bias_name` name the tensors, None for constants."""
 
     x: Value
     y: Value
@@ -52,14 +51,14 @@ class Product:
     bias_name: str | None = None
 
     def change(self, values: Floats, bias: Floats | None) -> None:
-        """Take the weights and the bias of another moment; which entries count stays."""
+        """Replace the weights and the bias; the positions of the weights stay the same."""
         self.taps = replace(self.taps, values=np.ascontiguousarray(values, np.float32))
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
 
 
 @dataclass(eq=False)
 class Split:
-    """The phases of an input: y has the pixels (i, j), (i + stride, j), ... of x in planes of their own."""
+    """The phases of an input: every phase of x, its pixels (i, j), (i + stride, j), ..., is a channel of y."""
 
     x: Value
     y: Value
@@ -99,7 +98,7 @@ Operation = Product | Split | Flatten | MaxPool | Concat
 
 @dataclass
 class Stage:
-    """Operations in their order, what they read from outside and what others read of them, by the nodes' names."""
+    """Operations in their order, the values they read from outside and those read outside, by the nodes' names."""
 
     operations: list[Operation]
     inputs: dict[str, Value]
@@ -115,7 +114,7 @@ def read(operation: Operation) -> list[Value]:
 
 
 def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
-    """A graph in its parts: stages for the native code, and single nodes for torch."""
+    """The parts of a graph: stages for the native code, and single nodes for torch."""
     needed, shapes = _needed(graph), {node.name: node.shape for node in graph.nodes}
     native = {node.name: node.name in needed and is_native(node, shapes) for node in graph.nodes}
     parts: list[list[Node]] = []
@@ -128,19 +127,19 @@ def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
             parts.append([node])
     readers = Counter(name for node in graph.nodes if node.name in needed for name in node.inputs)
     readers[graph.output] += 1
-    found: list[Stage | Node] = []
+    lowered: list[Stage | Node] = []
     for part in parts:
         if native[part[0].name]:
             inside = Counter(name for node in part for name in node.inputs)
-            leaving = [n.name for n in part if readers[n.name] > inside[n.name]]
-            found.append(_Lowering(tensors, shapes).stage(part, leaving))
+            leaving = [node.name for node in part if readers[node.name] > inside[node.name]]
+            lowered.append(_Lowering(tensors, shapes).stage(part, leaving))
         else:
-            found.append(part[0])
-    return found
+            lowered.append(part[0])
+    return lowered
 
 
 def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the native code computes a node."""
+    """Whether the native code can compute a node."""
     attributes = node.attributes
     if node.op == "torch" or not all(len(shapes[name]) in (1, 3) and min(shapes[name]) > 0 for name in node.inputs):
         return False
@@ -152,13 +151,13 @@ def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def windows(node: Node, size: Sequence[int]) -> tuple[range, range]:
-    """The rows and columns of an average's windows that are inside an image of this size, for any of its windows."""
-    found = []
+    """The rows and columns of an average's window that are inside an image of this size for any of its windows."""
+    ranges = []
     keys = ("kernel", "stride", "padding")
-    for given, made, *window in zip(size[1:], node.shape[1:], *(node.attributes[key] for key in keys), strict=True):
-        kernel, stride, padding = window
-        found.append(range(max(0, padding - (made - 1) * stride), min(kernel, given + padding)))
-    return found[0], found[1]
+    axes = zip(size[1:], node.shape[1:], *(node.attributes[key] for key in keys), strict=True)
+    for input_length, output_length, kernel, stride, padding in axes:
+        ranges.append(range(max(0, padding - (output_length - 1) * stride), min(kernel, input_length + padding)))
+    return ranges[0], ranges[1]
 
 
 def _needed(graph: Graph) -> set[str]:
@@ -178,38 +177,38 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 class _Lowering:
-    """One stage in the making."""
+    """Builds one stage."""
 
     def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.tensors, self.shapes = tensors, shapes
-        self.made: dict[Value, Operation] = {}  # in the order of the operations, by what they give
-        self.places: dict[Value, int] = {}  # numbers in that order
+        self.operations: dict[Value, Operation] = {}  # by their results, in their order
+        self.places: dict[Value, int] = {}  # the number of each result in that order
         self.numbers = itertools.count()
         self.values: dict[str, Value] = {}
         self.inputs: dict[str, Value] = {}
-        self.waiting: Counter[Value] = Counter()  # how often a value is still to be read, under all its names
-        self.taken: set[Value] = set()  # what operations read
+        self.waiting: Counter[Value] = Counter()  # how many reads of a value are left, under all its names
+        self.taken: set[Value] = set()  # values that an operation reads
         self.derived: dict[tuple[Value, tuple[int, int]], Split] = {}
         self.flat: dict[Value, Value] = {}
 
     def stage(self, nodes: list[Node], leaving: list[str]) -> Stage:
-        """The operations of some nodes, of which those that leave are read by others."""
+        """The stage of some nodes; the results of those in `leaving` are read outside."""
         self.readers = Counter(name for node in nodes for name in node.inputs)
         self.readers.update(leaving)
         for node in nodes:
             inputs = [self._value(name) for name in node.inputs]
             self._name(node.name, getattr(self, f"_{node.op}")(node, inputs))
             self.waiting.subtract(inputs)
-        return Stage(list(self.made.values()), self.inputs, {name: self.values[name] for name in leaving})
+        return Stage(list(self.operations.values()), self.inputs, {name: self.values[name] for name in leaving})
 
     def _name(self, name: str, value: Value) -> None:
         self.values[name] = value
         self.waiting[value] += self.readers[name]
 
     def _put(self, operation: Operation) -> None:
-        """An operation behind all others."""
-        self.made.pop(operation.y, None)
-        self.made[operation.y] = operation
+        """Put an operation after all others."""
+        self.operations.pop(operation.y, None)
+        self.operations[operation.y] = operation
         self.places[operation.y] = next(self.numbers)
         self.taken.update(read(operation))
 
@@ -230,12 +229,12 @@ class _Lowering:
         return np.ascontiguousarray(tensor, np.float32)
 
     def _product(
-        self, x: Value, size: Size, each: Taps, node: Node | None = None, summand: Value | None = None
+        self, x: Value, size: Size, product_taps: Taps, node: Node | None = None, summand: Value | None = None
     ) -> Value:
         y = Value(size)
         bias = None if node is None else self._array(node, "bias")
         names = {} if node is None else node.tensors
-        self._put(Product(x, y, each, bias, summand, names.get("weight"), names.get("bias")))
+        self._put(Product(x, y, product_taps, bias, summand, names.get("weight"), names.get("bias")))
         return y
 
     def _flattened(self, x: Value) -> Value:
@@ -246,17 +245,27 @@ class _Lowering:
             self._put(Flatten(x, self.flat[x]))
         return self.flat[x]
 
-    def _convolved(self, x: Value, size: Size, weight: taps.Weight, node: Node | None, **how: Any) -> Value:
-        """A convolution, by the form that suits its output and its stride."""
+    def _convolved(
+        self,
+        x: Value,
+        size: Size,
+        weight: taps.Weight,
+        node: Node | None,
+        *,
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+        groups: int,
+    ) -> Value:
+        """A convolution: over the flattened input if the output is one pixel, over phases if there is a stride."""
         if size[1:] == (1, 1) and x.size[1:] != (1, 1):
-            each = taps.whole(weight, x.size, how["padding"], how["dilation"], how["groups"])
-            return self._product(self._flattened(x), size, each, node)
-        each = taps.convolution(weight, x.size, **how)
-        stride = how["stride"]
+            product_taps = taps.whole(weight, x.size, padding, dilation, groups)
+            return self._product(self._flattened(x), size, product_taps, node)
+        product_taps = taps.convolution(weight, x.size, stride, padding, dilation, groups)
         if stride != (1, 1):
             split = self._split(x, stride)
             x = split.y
-        return self._product(x, size, each, node)
+        return self._product(x, size, product_taps, node)
 
     def _split(self, x: Value, stride: tuple[int, int]) -> Split:
         if (x, stride) not in self.derived:
@@ -267,10 +276,18 @@ class _Lowering:
         return self.derived[x, stride]
 
     def _conv(self, node: Node, inputs: list[Value]) -> Value:
-        how = {key: _pair(node.attributes[key]) for key in ("stride", "padding", "dilation")}
+        stride, padding, dilation = (_pair(node.attributes[key]) for key in ("stride", "padding", "dilation"))
         weight = taps.weight_of(self.tensors[node.tensors["weight"]])
-        size = _size(node.shape)
-        return self._convolved(inputs[0], size, weight, node, **how, groups=node.attributes["groups"])
+        return self._convolved(
+            inputs[0],
+            _size(node.shape),
+            weight,
+            node,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=node.attributes["groups"],
+        )
 
     def _linear(self, node: Node, inputs: list[Value]) -> Value:
         weight = taps.weight_of(self.tensors[node.tensors["weight"]])
@@ -280,27 +297,36 @@ class _Lowering:
         scale, shift = self._array(node, "scale"), self._array(node, "shift")
         assert scale is not None
         y = self._product(inputs[0], _size(node.shape), taps.diagonal(scale))
-        product = self.made[y]
+        product = self.operations[y]
         assert isinstance(product, Product)
         product.bias, product.weight, product.bias_name = shift, node.tensors["scale"], node.tensors["shift"]
         return y
 
     def _avgpool(self, node: Node, inputs: list[Value]) -> Value:
-        channels, made = inputs[0].size[0], _size(node.shape)
+        channels, size = inputs[0].size[0], _size(node.shape)
         kernel, stride, padding = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding"))
         tall, wide = windows(node, inputs[0].size)
         weight = taps.average(channels, kernel, (len(tall), len(wide)))
         padding = padding[0] - tall.start, padding[1] - wide.start
-        how = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": channels}
-        return self._convolved(inputs[0], made, weight, None, **how)
+        return self._convolved(
+            inputs[0], size, weight, None, stride=stride, padding=padding, dilation=(1, 1), groups=channels
+        )
 
     def _mean(self, node: Node, inputs: list[Value]) -> Value:
         channels, *kernel = inputs[0].size
         if kernel == [1, 1]:
             return inputs[0]
         weight = taps.average(channels, _pair(kernel))
-        how = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": channels}
-        return self._convolved(inputs[0], (channels, 1, 1), weight, None, **how)
+        return self._convolved(
+            inputs[0],
+            (channels, 1, 1),
+            weight,
+            None,
+            stride=(1, 1),
+            padding=(0, 0),
+            dilation=(1, 1),
+            groups=channels,
+        )
 
     def _maxpool(self, node: Node, inputs: list[Value]) -> Value:
         y = Value(_size(node.shape))
@@ -317,25 +343,27 @@ class _Lowering:
         return y
 
     def _add(self, node: Node, inputs: list[Value]) -> Value:
-        free = [made for value in inputs if (made := self._free(value)) and made.summand is None]
-        if free:
-            product = max(free, key=lambda made: self.places[made.y])
-            product.summand = inputs[0] if product.y is inputs[1] else inputs[1]
-            self._put(product)  # nobody reads it yet, so it can wait for the summand
-            return product.y
+        open_products = [
+            product for value in inputs if (product := self._open_product(value)) and product.summand is None
+        ]
+        if open_products:
+            target = max(open_products, key=lambda product: self.places[product.y])
+            target.summand = inputs[0] if target.y is inputs[1] else inputs[1]
+            self._put(target)  # nothing reads it yet, so it can be moved behind the summand
+            return target.y
         first, second = inputs
         return self._product(first, first.size, taps.identity(first.size[0]), summand=second)
 
-    def _free(self, value: Value) -> Product | None:
-        """The product that made a value, if it can still change: who reads it is the present node alone."""
+    def _open_product(self, value: Value) -> Product | None:
+        """The product that computes a value, if it can still change: the current node is its only reader."""
         if self.waiting[value] != 1 or value.activation.kind != LINEAR or value in self.taken:
             return None
-        made = self.made.get(value)
-        return made if isinstance(made, Product) else None
+        operation = self.operations.get(value)
+        return operation if isinstance(operation, Product) else None
 
     def _activated(self, inputs: list[Value], activation: Activation) -> Value:
         (x,) = inputs
-        if self._free(x) is None:
+        if self._open_product(x) is None:
             x = self._product(x, x.size, taps.identity(x.size[0]))
         x.activation = activation
         return x

@@ -1,4 +1,4 @@
-"""Where the numbers of a tensor are: planes with zeros around the rows, and the runs that they are computed in."""
+"""The memory layout of a tensor: planes with zeros around the rows, and the runs in which they are computed."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 _LINE = 16  # floats of a cache line
-_ROWS_FROM = 8  # the width from which on rows are computed one by one, without what lies between them
+_ROWS_FROM = 8  # rows of at least this width are computed one by one, without the padding between them
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Plane:
 
     @property
     def first(self) -> int:
-        """Where the first pixel is, in floats."""
+        """The offset of the first pixel, in floats."""
         return self.pad * (self.pitch + 1) * self.lanes
 
     @property
     def size(self) -> int:
-        """Floats from plane to plane: an odd number of cache lines, as powers of two get in each other's way."""
+        """Floats from plane to plane: an odd number of cache lines, as powers of two collide in the cache."""
         positions = (self.height + 2 * self.pad) * self.pitch + 2 * self.pad
         floats = positions * self.lanes + (self.vector if self.lanes == 1 else 0)
         if self.height == self.width == 1 and self.pad == 0:
@@ -40,7 +40,7 @@ class Plane:
 
     @property
     def row_of_mask(self) -> int:
-        """Vectors from one row to the next, as runs count them; several images in a vector."""
+        """Mask words from one row to the next, if a vector holds several images."""
         return self.width if self._by_rows else self.pitch
 
     def runs(self, widest: int) -> npt.NDArray[np.int32]:
@@ -56,7 +56,7 @@ class Plane:
         return np.ascontiguousarray(pairs.reshape(-1, 2), np.int32)
 
     def zeros(self) -> npt.NDArray[np.int32]:
-        """Pairs of a start and a number of floats between the rows that runs write to."""
+        """Pairs of a start and a length, in floats, of the gaps between rows that runs overwrite."""
         gap = (self.pitch - self.width) * self.lanes
         if gap == 0 or (self.lanes > 1 and self.width >= _ROWS_FROM):
             return np.zeros((0, 2), np.int32)

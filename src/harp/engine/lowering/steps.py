@@ -1,4 +1,4 @@
-"""Single steps of the native code: products and their matrices, pooling, numbers that move."""
+"""Builds single steps of the native code: products and their matrices, pooling, moves of numbers."""
 
 import math
 from dataclasses import replace
@@ -7,31 +7,32 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harp.sparse import native, taps, ways
-from harp.sparse.arena import Arena, Region
-from harp.sparse.liveness import Flags, Liveness
-from harp.sparse.lowering import Activation, Flatten, MaxPool, Product, Split, Value
-from harp.sparse.matrices import Matrix, matrices, matrix_of
-from harp.sparse.planes import Plane
-from harp.sparse.taps import Floats
-from harp.sparse.ways import Dense
+from harp.engine.lowering import kernel_choice, taps
+from harp.engine.lowering.kernel_choice import Dense
+from harp.engine.lowering.liveness import Flags, Liveness
+from harp.engine.lowering.lower import Activation, Flatten, MaxPool, Product, Split, Value
+from harp.engine.lowering.matrices import Matrix, matrices, matrix_of
+from harp.engine.lowering.memory import Arena, Region
+from harp.engine.lowering.planes import Plane
+from harp.engine.lowering.taps import Floats
+from harp.engine.native import bindings
 
 Places = npt.NDArray[np.int32]
 
 
 class Steps:
-    """The steps of one program as they are made, and how many multiplications they are for a group of images."""
+    """The steps of one program, and `work`, their multiplications for a group of images."""
 
     def __init__(self, arena: Arena, live: Liveness) -> None:
         self.arena, self.live = arena, live
-        self.made: list[native.Step] = []
+        self.steps: list[bindings.Step] = []
         self.work = 0
-        # What is filled in anew when weights change: which taps of a product are in a matrix, which rows in a bias.
+        # What `refill` updates: which taps of a product are in a matrix, and which of its rows in a bias.
         self._matrices: list[tuple[Product, npt.NDArray[np.int64] | None, Matrix | Dense]] = []
         self._biases: list[tuple[Product, Places, Floats]] = []
 
     def refill(self) -> None:
-        """Take the present weights and biases of the products."""
+        """Copy the current weights and biases of the products."""
         for product, chosen, matrix in self._matrices:
             matrix.fill(product.taps.values if chosen is None else product.taps.values[chosen])
         for product, rows, bias in self._biases:
@@ -39,9 +40,9 @@ class Steps:
             bias[:] = product.bias[rows]
 
     def outside(self, op: int, region: Region, value: Value, offset: int, record: int, *, more: bool = False) -> None:
-        """A value from or to the layout of torch, where an image has so many numbers in all."""
+        """Copy a value from or to the layout of torch; `record` is how many numbers an image has there."""
         channels, height, width = value.size
-        x, y = (None, region) if op == native.PACK else (region, None)
+        x, y = (None, region) if op == bindings.PACK else (region, None)
         self._add(op, x, y, np.arange(channels), (height, width, region.plane.pitch, offset, record, int(more)))
 
     def multiply(
@@ -55,25 +56,27 @@ class Steps:
         *,
         back: bool = False,
     ) -> None:
-        """A product, or on the way back that of its transposed taps; of the rows that matter."""
-        each = product.taps.transposed if back else product.taps
+        """Add a product, or in the backward pass its transpose, without the rows that are not needed."""
+        all_taps = product.taps.transposed if back else product.taps
         rows = self.live.needed[product.x] if back else self.live.read[product.y]
-        alive = rows[each.row]
-        if back:  # a gradient that was not computed must not be read
-            alive &= self.live.needed[product.y][each.plane]
+        alive = rows[all_taps.row]
+        if back:  # gradients that are not needed are not computed, so they must not be read
+            alive &= self.live.needed[product.y][all_taps.plane]
         place = np.flatnonzero(rows).astype(np.int32)
         chosen = None if rows.all() and alive.all() else np.flatnonzero(alive)
         if chosen is None:
-            fewer = each
+            needed_taps = all_taps
         else:
-            fewer = replace(each.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[each.row[chosen]])
-        found: list[tuple[int, Matrix | Dense, npt.NDArray[np.int64] | None]] = []
-        dense = ways.dense(fewer, x.plane, y.plane)
+            needed_taps = replace(
+                all_taps.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[all_taps.row[chosen]]
+            )
+        pieces: list[tuple[int, Matrix | Dense, npt.NDArray[np.int64] | None]] = []
+        dense = kernel_choice.dense(needed_taps, x.plane, y.plane)
         if dense is not None:
-            found.append((0, dense, None))
+            pieces.append((0, dense, None))
         else:
-            found += matrices(fewer, x.plane, self.arena.widest)
-        for first, matrix, some in found:
+            pieces += matrices(needed_taps, x.plane, self.arena.widest)
+        for first, matrix, piece_taps in pieces:
             if isinstance(matrix, Matrix):
                 part = place[first : first + matrix.rows * matrix.block]
                 steps = self._product(matrix, part, x, y, summand)
@@ -85,55 +88,55 @@ class Steps:
                 begin.bias = self.arena.array(bias := np.ascontiguousarray(product.bias[part]))
                 self._biases.append((product, part, bias))
             self._finish(end, activation, mask, product.x if back else product.y)
-            if some is not None and chosen is not None:
-                some = chosen[some]
-            self._matrices.append((product, chosen if some is None else some, matrix))
+            if piece_taps is not None and chosen is not None:
+                piece_taps = chosen[piece_taps]
+            self._matrices.append((product, chosen if piece_taps is None else piece_taps, matrix))
 
     def copy(
         self, rows: Flags, x: Region, y: Region, summand: Region | None = None, value: Value | None = None
     ) -> None:
-        """Channels as they are, or with another gradient added and a value's mask applied."""
+        """Copy channels; optionally add a summand and apply the activation mask of a value."""
         activation = Activation() if value is None else value.activation
-        mask = native.APPLY_MASK if activation.kind != native.LINEAR else native.NO_MASK
+        mask = bindings.APPLY_MASK if activation.kind != bindings.LINEAR else bindings.NO_MASK
         place = np.flatnonzero(rows).astype(np.int32)
-        each = replace(taps.identity(len(place)), planes=len(rows), plane=place.astype(np.int64))
-        for first, matrix, _ in matrices(each, x.plane, self.arena.widest):
+        copies = replace(taps.identity(len(place)), planes=len(rows), plane=place.astype(np.int64))
+        for first, matrix, _ in matrices(copies, x.plane, self.arena.widest):
             part = place[first : first + matrix.rows * matrix.block]
             self._finish(self._product(matrix, part, x, y, summand)[-1], activation, mask, value)
 
     def pool(self, pool: MaxPool, x: Region, y: Region, *, keep: bool) -> None:
-        """The largest number of each window; which it was is kept if asked for."""
-        step = self._add(native.MAXPOOL, x, y, np.flatnonzero(self.live.read[pool.y]))
+        """Add a max pooling; with `keep`, the position of each largest number is kept for the backward pass."""
+        step = self._add(bindings.MAXPOOL, x, y, np.flatnonzero(self.live.read[pool.y]))
         step.size[:] = _window(pool, y.plane, x.plane)
         if keep:
-            step.mask, step.kept = native.WRITE_MASK, self.arena.largest(pool)
+            step.mask, step.kept = bindings.WRITE_MASK, self.arena.largest(pool)
 
-    def pool_back(self, pool: MaxPool, given: Region, target: Region) -> None:
-        """The gradient of what was the largest."""
+    def pool_back(self, pool: MaxPool, gradient: Region, target: Region) -> None:
+        """Add the gradient of a max pooling."""
         needed, read = self.live.needed[pool.x], self.live.read[pool.y]
-        self._clear(needed & ~read, target)  # which number was the largest is known of what is read
-        step = self._add(native.MAXPOOL_BACK, given, target, np.flatnonzero(needed & read))
-        step.size[:] = _window(pool, given.plane, target.plane)
+        self._clear(needed & ~read, target)  # the forward pass did not compute channels that are not read
+        step = self._add(bindings.MAXPOOL_BACK, gradient, target, np.flatnonzero(needed & read))
+        step.size[:] = _window(pool, gradient.plane, target.plane)
         step.kept = self.arena.largest(pool)
 
     def split(self, split: Split, whole: Region, parts: Region, wanted: Flags, *, back: bool = False) -> None:
-        """All phases out of the whole, or back into it; of the channels that are wanted of each phase."""
+        """Copy the wanted channels of all phases out of the whole, or back into it."""
         for phase in np.flatnonzero(wanted.reshape(math.prod(split.stride), -1).any(1)).tolist():
             self._phase(split, phase, whole, parts, wanted, back=back)
 
     def flatten(self, flatten: Flatten, whole: Region, flat: Region, wanted: Flags, *, back: bool = False) -> None:
-        """Pixels of the wanted channels as channels of their own, or back."""
+        """Copy the pixels of the wanted channels to channels of their own, or back."""
         _, height, width = flatten.x.size
-        many, lanes = np.arange(height), self.arena.lanes
-        starts = many * whole.plane.pitch * lanes, many * width * flat.plane.size
-        apart = lanes, flat.plane.size
-        self._move(whole, flat, np.flatnonzero(wanted), starts, width, apart, back=back, group=height * width)
+        lines, lanes = np.arange(height), self.arena.lanes
+        starts = lines * whole.plane.pitch * lanes, lines * width * flat.plane.size
+        distances = lanes, flat.plane.size
+        self._move(whole, flat, np.flatnonzero(wanted), starts, width, distances, back=back, group=height * width)
 
     def weigh(self, product: Product, x: Region, y: Region) -> npt.NDArray[np.int64]:
-        """The gradients of the weights from the input and the output's gradient; where that of each tap is."""
+        """Add the gradients of the weights, from the input and the output's gradient; the position of each tap's."""
         arena = self.arena
         matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane, arena.widest)
-        step = self._add(native.WEIGHTS, x, y, np.arange(matrix.rows))
+        step = self._add(bindings.WEIGHTS, x, y, np.arange(matrix.rows))
         bounds, step.tap = map(arena.array, (matrix.bounds, matrix.tap))
         step.start, step.stop = bounds, bounds + 4 * matrix.rows * (len(matrix.bounds) - 1)
         self._run(step, y.plane.runs(arena.widest[0]))
@@ -143,39 +146,39 @@ class Steps:
 
     def _add(
         self, op: int, x: Region | None, y: Region | None, rows: npt.NDArray[Any], sizes: tuple[int, ...] = ()
-    ) -> native.Step:
-        step = native.Step(op=op, r=-1, rows=len(rows), block=1)
+    ) -> bindings.Step:
+        step = bindings.Step(op=op, r=-1, rows=len(rows), block=1)
         step.place = self.arena.array(np.ascontiguousarray(rows, np.int32))
         if x is not None:
             step.x, step.xplane = x.first, x.plane.size
         if y is not None:
             step.y, step.yplane = y.first, y.plane.size
         step.size[: len(sizes)] = list(sizes)
-        self.made.append(step)
+        self.steps.append(step)
         return step
 
-    def _run(self, step: native.Step, runs: npt.NDArray[np.int32]) -> None:
+    def _run(self, step: bindings.Step, runs: npt.NDArray[np.int32]) -> None:
         step.runs, step.run = len(runs), self.arena.array(runs)
 
-    def _tidy(self, step: native.Step, plane: Plane) -> None:
-        """Let a step put zeros between the rows that runs write to."""
+    def _tidy(self, step: bindings.Step, plane: Plane) -> None:
+        """Let a step restore the zeros between the rows that its runs overwrite."""
         zeros = plane.zeros()
         step.zeros, step.zero = len(zeros), self.arena.array(zeros)
 
     def _product(
         self, matrix: Matrix, place: Places, x: Region, y: Region, summand: Region | None
-    ) -> list[native.Step]:
-        """The steps of a matrix, one for each of its parts; the last one ends the sums."""
+    ) -> list[bindings.Step]:
+        """The steps of a matrix, one for each of its parts; the last one adds the summand and the activation."""
         arena = self.arena
         runs = y.plane.runs(arena.widest[matrix.block - 1])
         bounds, tap, weight = map(arena.array, (matrix.bounds, matrix.tap, matrix.weight))
         self._count(len(matrix.weight), y.plane)
         steps = []
         for part in range(len(matrix.bounds) - 1):
-            step = self._add(native.PRODUCT, x, y, place)
+            step = self._add(bindings.PRODUCT, x, y, place)
             step.rows, step.block = matrix.rows, matrix.block
             self._run(step, runs)
-            step.start, step.stop = (bounds + 4 * matrix.rows * each for each in (part, part + 1))
+            step.start, step.stop = (bounds + 4 * matrix.rows * index for index in (part, part + 1))
             step.tap, step.weight = tap, weight
             step.goes_on = part > 0
             steps.append(step)
@@ -186,13 +189,13 @@ class Steps:
 
     def _dense(
         self, matrix: Dense, place: Places, x: Region, y: Region, summand: Region | None
-    ) -> tuple[native.Step, native.Step]:
-        """The steps of a dense matrix: the first begins the sums, the last ends them."""
+    ) -> tuple[bindings.Step, bindings.Step]:
+        """The first and last step of a dense matrix: the first adds the bias, the last summand and activation."""
         arena = self.arena
         first = last = self._add(matrix.op, x, y, place, matrix.sizes(y.plane))
         first.tap, first.weight = arena.array(matrix.tap), arena.array(matrix.weight)
         if matrix.joint(y.plane):
-            first.joint, arena.together = 1, native.TOGETHER
+            first.joint, arena.together = 1, bindings.TOGETHER
         arena.scratch = max(arena.scratch, matrix.scratch(y.plane))
         self._count(len(matrix.slot), y.plane)
         if arena.lanes == 1:
@@ -201,9 +204,9 @@ class Steps:
             last.r = summand.first
         return first, last
 
-    def _ending(self, place: Places, y: Region) -> native.Step:
-        """A step without taps that ends sums which another step has stored."""
-        step = self._add(native.PRODUCT, y, y, place)
+    def _ending(self, place: Places, y: Region) -> bindings.Step:
+        """A step without taps, for the summand and the activation of sums that another step has stored."""
+        step = self._add(bindings.PRODUCT, y, y, place)
         self._run(step, y.plane.runs(self.arena.widest[0]))
         step.goes_on = 1
         step.start = step.stop = self.arena.array(np.zeros(len(place), np.int32))
@@ -211,18 +214,18 @@ class Steps:
         return step
 
     def _clear(self, rows: Flags, y: Region) -> None:
-        """Zeros in channels."""
+        """Fill channels with zeros."""
         place = np.flatnonzero(rows).astype(np.int32)
-        each = replace(taps.identity(len(place)).chosen(np.zeros(0, np.int64)), planes=len(rows))
-        for _, matrix, _ in matrices(each, y.plane, self.arena.widest):
+        no_taps = replace(taps.identity(len(place)).chosen(np.zeros(0, np.int64)), planes=len(rows))
+        for _, matrix, _ in matrices(no_taps, y.plane, self.arena.widest):
             self._product(matrix, place, y, y, None)
 
     def _count(self, weights: int, y: Plane) -> None:
         self.work += weights * y.height * y.width * self.arena.lanes
 
-    def _finish(self, step: native.Step, activation: Activation, mask: int, value: Value | None) -> None:
+    def _finish(self, step: bindings.Step, activation: Activation, mask: int, value: Value | None) -> None:
         step.activation, step.low, step.high, step.mask = activation.kind, activation.low, activation.high, mask
-        if mask != native.NO_MASK:
+        if mask != bindings.NO_MASK:
             assert value is not None
             step.kept, step.maskrow = self.arena.mask(value)
 
@@ -232,8 +235,8 @@ class Steps:
         rows, columns = -(-(height - top) // down), -(-(width - left) // right)
         if rows <= 0 or columns <= 0:
             return
-        many, lanes = np.arange(rows), self.arena.lanes
-        starts = ((many * down + top) * whole.plane.pitch + left) * lanes, many * parts.plane.pitch * lanes
+        lines, lanes = np.arange(rows), self.arena.lanes
+        starts = ((lines * down + top) * whole.plane.pitch + left) * lanes, lines * parts.plane.pitch * lanes
         channel = np.flatnonzero(wanted[phase * channels : (phase + 1) * channels])
         self._move(whole, parts.part(phase * channels), channel, starts, columns, (right * lanes, lanes), back=back)
 
@@ -244,15 +247,18 @@ class Steps:
         rows: npt.NDArray[Any],
         starts: tuple[npt.NDArray[Any], npt.NDArray[Any]],
         count: int,
-        apart: tuple[int, int],
+        distances: tuple[int, int],
         *,
         back: bool,
         group: int = 1,
     ) -> None:
-        """So many numbers from each start in a whole to that in a part of it, or back; `apart` is their distance."""
+        """Copy `count` numbers from each start in the whole to that in the part, or back.
+
+        `distances` are the floats from one number to the next, in the whole and in the part.
+        """
         x, y, runs = (part, whole, starts[::-1]) if back else (whole, part, starts)
-        there, here = apart[::-1] if back else apart
-        step = self._add(native.MOVE, x, y, rows, (count, there, here))
+        x_distance, y_distance = distances[::-1] if back else distances
+        step = self._add(bindings.MOVE, x, y, rows, (count, x_distance, y_distance))
         self._run(step, np.ascontiguousarray(np.stack(runs, 1), np.int32))
         if back:
             step.xplane *= group
@@ -260,6 +266,6 @@ class Steps:
             step.yplane *= group
 
 
-def _window(pool: MaxPool, output: Plane, given: Plane) -> tuple[int, ...]:
+def _window(pool: MaxPool, output: Plane, source: Plane) -> tuple[int, ...]:
     sizes = (*pool.y.size[1:], *pool.x.size[1:], *pool.kernel, *pool.stride, *pool.padding, *pool.dilation)
-    return (*sizes, output.pitch, given.pitch)
+    return (*sizes, output.pitch, source.pitch)

@@ -1,8 +1,8 @@
-"""Weights as taps: which plane an output reads, how far from its own position, and by what it multiplies.
+"""Weights as taps: the plane that an output reads, the shift from the output's own position, and the weight.
 
-A convolution, a linear layer, an average, a sum, a scale for each channel: all are products of taps. With a stride,
-the planes are the *phases* of the input, every second (third, ...) pixel of it, so that a step to the side is always a
-step of one in memory.
+A convolution, a linear layer, an average, a sum, a scale for each channel: all are products with taps. With a stride,
+the planes are the *phases* of the input, every second (third, ...) pixel of it, so that neighbouring outputs read
+neighbouring inputs.
 """
 
 import math
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Taps:
-    """A sparse matrix with a shift for each entry; `index` says where in its tensor an entry's weight is."""
+    """A sparse matrix with a shift for each entry; `index` is the position of an entry's weight in its tensor."""
 
     rows: int
     planes: int
@@ -31,7 +31,7 @@ class Taps:
 
     @property
     def transposed(self) -> "Taps":
-        """The way back: of every plane, who read it."""
+        """The taps of the backward pass: for every plane, the rows that read it."""
         return replace(
             self,
             rows=self.planes,
@@ -48,7 +48,7 @@ class Taps:
         return replace(self, **{name: getattr(self, name)[which] for name in parts})
 
     def reach(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The least and the largest shift, downwards and to the right."""
+        """The smallest and the largest shift, downwards and to the right."""
         if len(self.row) == 0:
             return (0, 0), (0, 0)
         return (int(self.down.min()), int(self.down.max())), (int(self.right.min()), int(self.right.max()))
@@ -56,7 +56,7 @@ class Taps:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight tensor by its entries that count: those that are kept, or all."""
+    """A sparse weight tensor: the indices and the values of its entries."""
 
     shape: tuple[int, ...]
     index: Ints
@@ -64,7 +64,7 @@ class Weight:
 
 
 def weight_of(tensor: Any) -> Weight:
-    """A tensor of a file as it is stored (shape, indices, values), or an array whose zeros don't count."""
+    """The sparse form of a stored tensor (shape, indices, values), or of an array without its zeros."""
     if isinstance(tensor, Weight):
         return tensor
     if isinstance(tensor, tuple):
@@ -85,7 +85,7 @@ def convolution(
     dilation: tuple[int, int],
     groups: int,
 ) -> Taps:
-    """A convolution of an input of this size, over its phases if it has a stride."""
+    """A convolution of an input of this size, over the phases of the input if there is a stride."""
     outputs, inputs, height, width = weight.shape
     row, rest = np.divmod(weight.index, inputs * height * width)
     channel, place = np.divmod(rest, height * width)
@@ -133,17 +133,17 @@ def linear(weight: Weight) -> Taps:
 
 def diagonal(scale: Floats) -> Taps:
     """A factor for each channel."""
-    each, zeros = np.arange(len(scale)), np.zeros(len(scale), np.int64)
-    return Taps(len(scale), len(scale), each, each, zeros, zeros, each, np.asarray(scale, np.float32))
+    channels, zeros = np.arange(len(scale)), np.zeros(len(scale), np.int64)
+    return Taps(len(scale), len(scale), channels, channels, zeros, zeros, channels, np.asarray(scale, np.float32))
 
 
 def identity(channels: int) -> Taps:
-    """Channels as they are."""
+    """The identity on the channels."""
     return diagonal(np.ones(channels, np.float32))
 
 
 def average(channels: int, kernel: tuple[int, int], part: tuple[int, int] | None = None) -> Weight:
-    """The mean of a window as the weight of a convolution with a group for each channel; or of a part of the window."""
+    """The mean of a window, or a part of the window, as the weight of a convolution with one group per channel."""
     shape = (channels, 1, *(kernel if part is None else part))
     number = math.prod(shape)
     return Weight(shape, np.arange(number), np.full(number, 1 / math.prod(kernel), np.float32))

@@ -1,4 +1,4 @@
-"""The native code: where it is, and what its structures look like. native/engine.h is the other side of it."""
+"""Loads the native library and declares its structures, as in native/engine.h."""
 
 import ctypes
 import os
@@ -13,11 +13,11 @@ import numpy.typing as npt
 from harp.errors import RecipeError
 
 ABI = 8
-ISAS = "avx512", "avx2", "baseline"  # instruction sets that there may be kernels for
+ISAS = "avx512", "avx2", "baseline"  # instruction sets with kernels of their own
 PRODUCT, MOVE, MAXPOOL, MAXPOOL_BACK, PACK, UNPACK, WEIGHTS, WINOGRAD, NARROW = range(9)
 LINEAR, RELU, LEAKY, CLIP, CLAMP = range(5)
 NO_MASK, WRITE_MASK, APPLY_MASK = range(3)
-TOGETHER = 4  # groups of images that a thread computes side by side; engine.cpp has room for eight
+TOGETHER = 4  # groups of images that a thread computes together; engine.cpp has room for eight
 
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _BUILT = Path(__file__).with_name(f"_native{_SUFFIX}")
@@ -58,7 +58,7 @@ class Step(Structure):
 
 
 class Program(Structure):
-    """Steps, and the memory that they work in."""
+    """Steps, and the memory that they use."""
 
     _fields_ = (
         ("steps", POINTER(Step)),
@@ -78,7 +78,7 @@ class Program(Structure):
 
 
 class Kernels(Structure):
-    """The steps as one instruction set computes them, and the widths that suit it."""
+    """The kernels of one instruction set, and its widths."""
 
     _fields_ = (
         ("name", c_char_p),
@@ -91,56 +91,58 @@ class Kernels(Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library, None if it was not built for this machine; HARP_NATIVE_LIBRARY names another file."""
+    """The library, None if it was not built for this machine; HARP_NATIVE_LIBRARY selects another file."""
     if os.environ.get("HARP_NATIVE") == "0":
         return None
-    named = os.environ.get("HARP_NATIVE_LIBRARY")
+    chosen = os.environ.get("HARP_NATIVE_LIBRARY")
     try:
-        return _loaded(named or str(_BUILT))
+        return _loaded(chosen or str(_BUILT))
     except (OSError, AttributeError) as error:
-        if not named:
+        if not chosen:
             return None
-        said = str(error).removeprefix(f"{named}: ")
+        message = str(error).removeprefix(f"{chosen}: ")
         raise RecipeError(
-            f"HARP_NATIVE_LIBRARY={named}: {said}; name one that `python -m harp.sparse.build` of this version made"
+            f"HARP_NATIVE_LIBRARY={chosen}: {message}; name one that `python -m harp.engine.native.build` made"
         ) from error
 
 
 def _loaded(file: str) -> ctypes.CDLL:
-    code = ctypes.CDLL(file)
-    for function in (code.harp_abi, code.harp_step_size, code.harp_program_size):
+    loaded = ctypes.CDLL(file)
+    for function in (loaded.harp_abi, loaded.harp_step_size, loaded.harp_program_size):
         function.restype = c_int64
-    # A number that somebody forgot to raise does not tell of a field that has come or gone; sizes do.
-    theirs = code.harp_abi(), code.harp_step_size(), code.harp_program_size()
-    if theirs != (ABI, ctypes.sizeof(Step), ctypes.sizeof(Program)):
+    # The sizes detect a changed structure even if the version number was not raised.
+    versions = loaded.harp_abi(), loaded.harp_step_size(), loaded.harp_program_size()
+    if versions != (ABI, ctypes.sizeof(Step), ctypes.sizeof(Program)):
         raise OSError("it is of another version")
-    code.harp_kernels.restype = POINTER(Kernels)
-    code.harp_kernels.argtypes = [c_char_p]
-    code.harp_run.restype = None
+    loaded.harp_kernels.restype = POINTER(Kernels)
+    loaded.harp_kernels.argtypes = [c_char_p]
+    loaded.harp_run.restype = None
     outside = (c_void_p,) * 4
-    code.harp_run.argtypes = [POINTER(Kernels), POINTER(Program), *outside, c_int64, c_int64]
-    return code
+    loaded.harp_run.argtypes = [POINTER(Kernels), POINTER(Program), *outside, c_int64, c_int64]
+    return loaded
 
 
 @cache
 def kernels() -> Kernels | None:
-    """The kernels for this CPU; HARP_ISA asks for others, by their name. None if there are none."""
-    code, said = library(), os.environ.get("HARP_ISA", "")
+    """The best kernels for this CPU, or those that HARP_ISA names; None without native code."""
+    code, name = library(), os.environ.get("HARP_ISA", "")
     if code is None:
-        if said and os.environ.get("HARP_NATIVE") != "0":
-            raise RecipeError(f"HARP_ISA={said}: there is no native code here; `python -m harp.sparse.build` makes it")
+        if name and os.environ.get("HARP_NATIVE") != "0":
+            raise RecipeError(
+                f"HARP_ISA={name}: there is no native code here; `python -m harp.engine.native.build` makes it"
+            )
         return None
-    found = code.harp_kernels(os.fsencode(said))
-    if not found:
-        why = "this CPU does not have it" if said in ISAS else "there is none of this name"
-        able = [isa for isa in ISAS if code.harp_kernels(isa.encode())]
-        raise RecipeError(f"HARP_ISA={said}: {why}; choose from {', '.join(able)}")
-    fit: Kernels = found.contents
-    return fit
+    pointer = code.harp_kernels(os.fsencode(name))
+    if not pointer:
+        problem = "this CPU does not have it" if name in ISAS else "there is none of this name"
+        available = [isa for isa in ISAS if code.harp_kernels(isa.encode())]
+        raise RecipeError(f"HARP_ISA={name}: {problem}; choose from {', '.join(available)}")
+    chosen: Kernels = pointer.contents
+    return chosen
 
 
 def address(array: npt.NDArray[Any]) -> int:
-    """Where an array is. Quicker than its `ctypes`, which counts where a network takes a tenth of a millisecond."""
+    """The address of an array. Faster than `array.ctypes`, which matters for networks that take 0.1 milliseconds."""
     return int(array.__array_interface__["data"][0])
 
 
@@ -148,12 +150,12 @@ def run(
     program: Program,
     groups: int,
     threads: int,
-    given: int,
-    answers: int | None,
+    inputs: int,
+    outputs: int | None,
     kept: int | None,
     more: int | None = None,
 ) -> None:
-    """Compute groups of images; what is read and written beside the arena are addresses, None for nothing."""
-    code, fit = library(), kernels()
-    assert code is not None and fit is not None
-    code.harp_run(fit, program, given, more, answers, kept, groups, threads)
+    """Run a program for groups of images; the arrays are addresses, None for those that it does not use."""
+    code, chosen = library(), kernels()
+    assert code is not None and chosen is not None
+    code.harp_run(chosen, program, inputs, more, outputs, kept, groups, threads)

@@ -1,10 +1,10 @@
 """Compile the C++ of the engine into one shared library.
 
-`python -m harp.sparse.build` makes the library beside this file, unless it is there and of the present sources.
+`python -m harp.engine.native.build` builds the library beside this file, unless it is up to date.
 
-The build hook (`hatch_build.py`) loads this file by its path, before anything is installed: it imports the standard
-library and nothing else. Python reads the library by ctypes, so that one serves every version of Python; it needs the
-C library and threads, and no C++ library.
+The build hook (`hatch_build.py`) loads this file by its path before anything is installed, so it imports the standard
+library only. Python loads the library with ctypes, so one library works for every version of Python. It needs the C
+library and threads, but no C++ library.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-# A whole compiler in a wheel, for machines without one. Its wheels cover Linux, macOS and Windows.
+# A compiler in a wheel, for machines without one. There are wheels for Linux, macOS and Windows.
 ZIG = "ziglang==0.16.0"
 
 PACKAGE = Path(__file__).resolve().parent
-SOURCES = PACKAGE / "native"
+SOURCES = PACKAGE
 LIBRARY = PACKAGE / ("_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so"))
 
-# -ffp-contract=off: what is fused is said in the source, so that every compiler gives the same numbers.
+# -ffp-contract=off: the source says what is fused, so that every compiler gives the same numbers.
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -43,20 +43,21 @@ FLAGS = [
     "-fno-math-errno",
     "-ffp-contract=off",
 ]
-# The kernels are compiled once for each, and the library chooses when it is loaded.
+# The kernels are compiled once for each instruction set, and the library chooses one when it is loaded.
 BASELINE: dict[str, list[str]] = {"baseline": []}
 X86 = BASELINE | {
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
 }
-# What keeps the C++ library out. GCC knows the first since version 13; before, a library that nobody calls is left out.
+# Flags to link without the C++ library. GCC has the first since version 13; the second drops libraries that are not
+# used.
 WITHOUT_CXX = (["-nostdlib++"], ["-Wl,--as-needed"])
 PROBE = """
 #include <pthread.h>
 #include <stdlib.h>
 extern "C" int probe(pthread_t thread) { return pthread_join(thread, nullptr) + abs((int)sizeof(void *)); }
 """
-# The library names what it was built from: no time of a file could tell as much.
+# The library contains a digest of its sources, which is more reliable than file times.
 MARK = """
 extern "C" {
 extern const char harp_sources[] __attribute__((visibility("default")));
@@ -71,7 +72,7 @@ class BuildFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler that works: its command, what it links with, and whether it compiles for x86-64."""
+    """A working C++ compiler: its command, its linker flags, and whether it compiles for x86-64."""
 
     command: tuple[str, ...]
     link: tuple[str, ...]
@@ -79,18 +80,18 @@ class Compiler:
 
 
 def find_compiler(zig: Path | None = None) -> Compiler | None:
-    """The compiler `CXX` names, else the first that works of c++, g++, clang++ and zig (installed, or in a folder)."""
+    """The compiler of `CXX`, else the first working one of c++, g++, clang++, and zig (installed or in a folder)."""
     named = named_compiler()
     for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]) and (found := _probed(command)):
-            return found
+        if shutil.which(command[0]) and (compiler := _probed(command)):
+            return compiler
     if named:
         return None
     if zig is None and (spec := importlib.util.find_spec("ziglang")) and spec.origin:
         zig = Path(spec.origin).parent
     if zig is None:
         return None
-    # Zig compiles for the CPU it runs on unless told otherwise; the library must run on any.
+    # By default Zig compiles for the CPU it runs on; the library must run on any.
     command = [str(zig / ("zig.exe" if sys.platform == "win32" else "zig")), "c++", "-mcpu=baseline"]
     with tempfile.TemporaryDirectory() as folder:
         return Compiler(tuple(command), tuple(WITHOUT_CXX[0]), _is_x86(command, Path(folder)))
@@ -98,15 +99,15 @@ def find_compiler(zig: Path | None = None) -> Compiler | None:
 
 def working_compiler(zig: Path | None = None) -> Compiler:
     """The compiler that `find_compiler` finds; an error if there is none."""
-    if found := find_compiler(zig):
-        return found
+    if compiler := find_compiler(zig):
+        return compiler
     if named := named_compiler():
         raise BuildFailed(f"CXX={named} does not compile: name a C++ compiler that does, or leave CXX unset")
     raise BuildFailed("there is no C++ compiler that works, neither c++, g++ and clang++ nor zig")
 
 
 def named_compiler() -> str:
-    """What CXX says: who names a compiler wants that one or none."""
+    """The value of CXX. If it is set, no other compiler is tried."""
     return os.environ.get("CXX", "").strip()
 
 
@@ -116,17 +117,17 @@ def is_current(library: Path = LIBRARY, sources: Path = SOURCES) -> bool:
 
 
 def build(compiler: Compiler, library: Path = LIBRARY, sources: Path = SOURCES, flags: Sequence[str] = ()) -> None:
-    """Compile the sources into a library that takes the place of the old one at once, whoever has that open.
+    """Compile the sources into a library, which atomically replaces the old one, even if that is in use.
 
-    Without flags of your own the library is also loaded and called once, in another process, before it takes its place.
+    Without extra flags the new library is first loaded and called once in another process.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mark = folder / "digest.cpp"
-        mark.write_text(MARK % _digest(sources))
+        digest_source = folder / "digest.cpp"
+        digest_source.write_text(MARK % _digest(sources))
         common = [*compiler.command, *FLAGS, *_system_flags(), *(["-DHARP_X86=1"] if compiler.x86 else []), *flags]
         commands, objects = [], []
-        for source in [*sorted(sources.resolve().glob("*.cpp")), mark]:
+        for source in [*sorted(sources.resolve().glob("*.cpp")), digest_source]:
             sets = (X86 if compiler.x86 else BASELINE) if source.stem.startswith("kernels") else {"": []}
             for isa, isa_flags in sets.items():
                 objects.append(str(folder / f"{source.stem}{isa}.o"))
@@ -135,20 +136,20 @@ def build(compiler: Compiler, library: Path = LIBRARY, sources: Path = SOURCES, 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for warnings in pool.map(lambda command: _run(command, folder), commands):
                 print(warnings, end="", file=sys.stderr)
-        made = folder / library.name
+        built = folder / library.name
         link = ["-shared", "-O3", "-pthread", *compiler.link, *_system_flags(), *flags]
-        _run([*compiler.command, *link, *objects, "-o", str(made)], folder)
+        _run([*compiler.command, *link, *objects, "-o", str(built)], folder)
         if not flags:
             call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).harp_abi()"
-            _run([sys.executable, "-I", "-c", call, str(made)], folder)
-        _move(made, library)
+            _run([sys.executable, "-I", "-c", call, str(built)], folder)
+        _move(built, library)
 
 
 def wheel_platform() -> str:
     """The platform in the name of a wheel that holds the library.
 
-    On Linux it is plain `linux_x86_64` or the like: the library is linked with the C library of this machine, and what
-    other machines can load it is for auditwheel to find out.
+    On Linux it is plain `linux_x86_64` or the like: the library is linked with the C library of this machine, and
+    auditwheel has to determine which other machines can load it.
     """
     if sys.platform == "darwin":
         return f"macosx_{_oldest_macos().replace('.', '_')}_{platform.machine()}"
@@ -156,8 +157,8 @@ def wheel_platform() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the library if it is not current; fetch a compiler for the time if there is none."""
-    parser = argparse.ArgumentParser(prog="python -m harp.sparse.build", description="Compile the engine's C++.")
+    """Build the library if it is not up to date; without a compiler, fetch one for this build."""
+    parser = argparse.ArgumentParser(prog="python -m harp.engine.native.build", description="Compile the engine's C++.")
     parser.add_argument("--output", type=Path, default=LIBRARY, help="the library (default: in the package)")
     parser.add_argument("--sources", type=Path, default=SOURCES, help="the folder of the C++ (default: the package's)")
     parser.add_argument("--flags", default="", help="further flags of the compiler, such as '-fsanitize=address'")
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _digest(sources: Path) -> str:
-    """Of the C++ and of this file, which says how it is compiled."""
+    """The digest of the C++ sources and of this file, which defines how they are compiled."""
     total = hashlib.sha256()
     for path in [Path(__file__), *sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])]:
         total.update(hashlib.sha256(path.name.encode()).digest() + hashlib.sha256(path.read_bytes()).digest())
@@ -188,7 +189,7 @@ def _digest(sources: Path) -> str:
 
 
 def _probed(command: list[str]) -> Compiler | None:
-    """A command on the path need not have headers or a linker: compile and link something small."""
+    """The compiler of a command if it works. Headers or a linker may be missing, so a small program is built."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "probe.cpp").write_text(PROBE)
@@ -202,9 +203,9 @@ def _probed(command: list[str]) -> Compiler | None:
 
 
 def _is_x86(command: list[str], folder: Path) -> bool:
-    """The compiler knows best what it compiles for: a 32-bit Python may run on a 64-bit CPU."""
+    """Whether a compiler compiles for x86-64. The platform of Python can't tell: it may be 32-bit on a 64-bit CPU."""
     (folder / "empty.cpp").touch()
-    macros = _run([*command, "-dM", "-E", "empty.cpp"], folder, wanted=True)
+    macros = _run([*command, "-dM", "-E", "empty.cpp"], folder, output=True)
     return "__x86_64__" in macros
 
 
@@ -216,12 +217,12 @@ def _oldest_macos() -> str:
     return "11.0" if platform.machine() == "arm64" else sysconfig.get_platform().split("-")[1]
 
 
-def _move(made: Path, library: Path) -> None:
-    """Beside its place first: only within one file system is a file replaced at once."""
+def _move(built: Path, library: Path) -> None:
+    """Move the library to its place atomically: copy it into the folder first, as only a rename is atomic."""
     beside = library.with_name(f"{library.name}.{os.getpid()}.tmp")
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(made, beside)
+        shutil.copyfile(built, beside)
         os.replace(beside, library)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -235,20 +236,20 @@ def _fetched_zig(folder: Path) -> Path:
     return folder / "ziglang"
 
 
-def _run(command: list[str], folder: Path, wanted: bool = False) -> str:
-    """What a command says: its output if that is wanted, else its warnings."""
-    # Zig keeps what it compiled of its own libraries in the folder of this build, not in the home of the user.
+def _run(command: list[str], folder: Path, output: bool = False) -> str:
+    """Run a command and return its output, or its warnings if `output` is false."""
+    # Zig caches its compiled libraries in the folder of this build, not in the home of the user.
     environment = os.environ | {"ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, errors="replace", check=False
         )
     except OSError as error:
         raise BuildFailed(f"{command[0]} cannot be run: {error}") from None
-    if done.returncode:
-        said = "\n".join(done.stderr.strip().splitlines()[-40:])
-        raise BuildFailed(f"this ended with status {done.returncode}:\n{shlex.join(command)}\n{said}")
-    return done.stdout if wanted else done.stderr
+    if finished.returncode:
+        errors = "\n".join(finished.stderr.strip().splitlines()[-40:])
+        raise BuildFailed(f"a command failed with status {finished.returncode}:\n{shlex.join(command)}\n{errors}")
+    return finished.stdout if output else finished.stderr
 
 
 if __name__ == "__main__":

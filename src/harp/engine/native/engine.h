@@ -1,4 +1,4 @@
-// What the Python side and the kernels agree on. harp/sparse/native.py declares the same structures.
+// What the Python side and the kernels agree on. bindings.py declares the same structures.
 //
 // A tensor lives in an arena of floats as one plane a channel. A plane has rows of `pitch` positions, with zeros
 // above, below and between the rows, so that a convolution reads its padding like any other number. A position holds

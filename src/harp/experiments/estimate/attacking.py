@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.answers import predicted
-from harp.assault import parts
-from harp.attacks.stepwise import Packing, Stepwise
-from harp.frozen import frozen
+from harp.attacks.batched import Packing, Stepwise
+from harp.attacks.fast_forward import frozen
+from harp.evaluation.predict import predicted
+from harp.evaluation.runner import parts
 
 _TINY = 1e-6  # no answer changes in so small a ball
 _TICKS = 5  # steps that are timed

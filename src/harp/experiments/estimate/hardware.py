@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harp.errors import RecipeError
-from harp.recipe import read, unknown
+from harp.experiments.recipe import read, unknown
 
 UTILISATION = {"f32": 0.35, "tf32": 0.20, "bf16": 0.15}
 """The share of the peak that is assumed to be reached, by precision."""

@@ -8,11 +8,11 @@ from typing import Self
 
 import torch
 
-from harp import data
+from harp.data import registry
+from harp.data.dataset import DataSet, Split
+from harp.data.datasets.base import Encoded, is_streamed
 from harp.errors import RecipeError
-from harp.recipe import Recipe
-from harp.sources.source import Encoded, is_streamed
-from harp.split import DataSet, Split
+from harp.experiments.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,13 @@ class Sizes:
     @classmethod
     def of(cls, recipe: Recipe, data_dir: Path | None) -> Self:
         """Those of a recipe's data: by the table where they are known, else by reading it."""
-        known, side = KNOWN.get(recipe.data.name), recipe.data.size
+        known, side = registry.facts(recipe.data.name), recipe.data.size
         if known is not None:
             shape = known.shape if side is None else (known.shape[0], side, side)
             return cls(known.train, known.test, shape, known.classes)
         how = recipe.data.loading() | ({"stream": True} if _of_files(recipe) else {})  # they are counted, not decoded
-        found = data.load(recipe.data.name, data_dir, **how)
+        found = registry.load(recipe.data.name, data_dir, **how)
         return cls(len(found.train), len(found.test), found.shape, found.num_classes)
-
-
-KNOWN = {
-    "digits": Sizes(1_297, 500, (1, 8, 8), 10),
-    "fashion": Sizes(5_000, 1_000, (1, 28, 28), 10),
-    "mnist": Sizes(60_000, 10_000, (1, 28, 28), 10),
-    "fashion-mnist": Sizes(60_000, 10_000, (1, 28, 28), 10),
-    "cifar10": Sizes(50_000, 10_000, (3, 32, 32), 10),
-    "cifar100": Sizes(50_000, 10_000, (3, 32, 32), 100),
-    "svhn": Sizes(73_257, 26_032, (3, 32, 32), 10),
-    "tiny-imagenet": Sizes(100_000, 10_000, (3, 64, 64), 200),
-    "imagenet": Sizes(1_281_167, 50_000, (3, 224, 224), 1_000),
-}
-"""Data sets as they were published."""
 
 
 def sizes(
@@ -113,7 +99,7 @@ def sizes(
 
 def _of_files(recipe: Recipe) -> bool:
     """Whether the images are files, which may be streamed."""
-    return isinstance(data.DATASETS.get(recipe.data.name), Encoded)
+    return isinstance(registry.DATASETS.get(recipe.data.name), Encoded)
 
 
 def _numbers(flag: str, text: str, like: str) -> list[int]:

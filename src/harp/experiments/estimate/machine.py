@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from harp.files import existing
+from harp.system.files import existing
 
 
 def free_memory() -> int | None:

@@ -1,8 +1,8 @@
 """One stage of a recipe in a process of its own: a few real steps on noise, and what they take.
 
-`python -m harp.estimate.measuring` reads what to measure as JSON from standard input and prints what it found as JSON.
-A `harp.run.Run` does the stage, on images of noise and in a folder for the time being: the same loop, pruner,
-objective, validation and files as later. The stages before it are done with no epochs, and one that prunes by
+`python -m harp.experiments.estimate.measuring` reads what to measure as JSON from standard input and prints what it
+found as JSON. A `harp.experiments.run.Run` does the stage, on images of noise and in a temporary folder: the same loop,
+pruner, objective, validation and files as later. The stages before it are done with no epochs, and one that prunes by
 magnitude, so that there are masks to keep.
 
 A process of its own, so that the peak memory is that of the stage alone.
@@ -21,13 +21,16 @@ from typing import Any
 
 import torch
 
-from harp import assault, assess, objectives, recipe
-from harp.bench.fresh import most_resident, resident
-from harp.estimate.attacking import seconds_an_image
-from harp.estimate.known import Sizes
-from harp.estimate.trial import Stopwatch, Timed, Untested, previous, run_of
-from harp.recipe import Recipe
-from harp.run import Run
+from harp.evaluation import runner
+from harp.experiments import build, recipe
+from harp.experiments.estimate.attacking import seconds_an_image
+from harp.experiments.estimate.known import Sizes
+from harp.experiments.estimate.trial import Stopwatch, Timed, Untested, previous, run_of
+from harp.experiments.recipe import Recipe
+from harp.experiments.run import Run
+from harp.system import files
+from harp.system.memory import most_resident, resident
+from harp.training import objectives
 
 WARM_UP = 2  # steps that are not counted: they trace, compile and fill caches
 _MOST_STEPS = 40
@@ -51,9 +54,9 @@ class Wish:
 def measure(made: Recipe, wish: Wish) -> dict[str, Any]:
     """Measure a stage in this process."""
     stage = made.stages[wish.stage]
-    passing = _seconds_of_a_pass(made, wish)
-    updates, passes = _passes(made.stage_objective(stage))
-    batch, counted = _affordable(wish, passing * updates * passes)
+    passing = seconds_of_a_pass(made, wish)
+    updates, passes = passes_of(made.stage_objective(stage))
+    batch, counted = affordable(wish, passing * updates * passes)
     found: dict[str, Any] = {"passing": passing}
     if batch < wish.batch and stage.epochs:
         found |= _memory(made, wish, passing)
@@ -75,7 +78,7 @@ def _memory(made: Recipe, wish: Wish, passing: float) -> dict[str, Any]:
     fits = max(4, int(_SECONDS_FOR_MEMORY / (10 * passing)))
     batch = min(most, fits - fits % 2)
     options = dict(made.stage_objective(made.stages[wish.stage]))
-    options |= {key: 1 for key in ("steps", "replays") if hasattr(objectives.made(options), key)}
+    options |= {key: 1 for key in ("steps", "replays") if key in objectives.options(options["name"])}
     peaks, probes = [], []
     for size in (max(2, batch // 2), batch):
         watch = Stopwatch(made.stages[wish.stage].name)
@@ -94,7 +97,7 @@ def _memory(made: Recipe, wish: Wish, passing: float) -> dict[str, Any]:
             )
             work.stage(wish.stage, work.recipe.stages[wish.stage], previous(work, wish.stage))
         peaks.append(_peak(work))
-        probes.append((1, _passes(options)[1] * size, watch.seconds()[-1]))
+        probes.append((1, passes_of(options)[1] * size, watch.seconds()[-1]))
     each = max(0, peaks[1] - peaks[0]) / max(1, batch - max(2, batch // 2))
     return {"peak_bytes": peaks[1], "peak_batch": batch, "bytes_an_image": each, "probes": probes}
 
@@ -107,7 +110,7 @@ def _peak(work: Run) -> int:
 def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, root: Path) -> dict[str, Any]:
     """Do the stage with batches of one size."""
     wished = wish.sizes.held(made)
-    held = max(2, min(wished, assault.BATCH, int(2.0 / (passing * 25) if passing else wished)))
+    held = max(2, min(wished, runner.BATCH, int(2.0 / (passing * 25) if passing else wished)))
     whole = batch == wish.batch
     warm = WARM_UP if whole else 1
     watch = Stopwatch(made.stages[wish.stage].name)
@@ -138,7 +141,7 @@ def _stage(made: Recipe, wish: Wish, batch: int, steps: int, passing: float, roo
         found |= {"steps": watch.seconds()[warm:], "share": watch.share()}
         found["validation_seconds"] = work.validating / len(work.held)
         found["epoch_seconds"] = max(0.0, watch.ended - watch.stamps[-1] - work.validating)
-        facts = json.loads((watch.folder / "stage.json").read_text("utf-8"))
+        facts = files.read_json(watch.folder / "stage.json")
         energy, seconds = facts["energy"], facts["seconds"]
         found |= {"watts": energy["kwh"] * 3.6e6 / seconds if seconds else 0.0, "energy_by": energy["by"]}
     else:
@@ -156,8 +159,8 @@ def _evaluation(work: Run, passing: float, count: int) -> dict[str, Any]:
     """What each attack of the recipe takes for an image."""
     device = next(work.model.parameters()).device
     x = work.data.test.images[: min(count, 32)].to(device).float().div(255)
-    ball = assess.threat(work.recipe)
-    attacks = [assess.attack_of(wish, ball) for wish in work.recipe.evaluate.attacks]
+    ball = build.threat(work.recipe)
+    attacks = [build.attack_of(wish, ball) for wish in work.recipe.evaluate.attacks]
     found = {}
     for name, attack in [("natural", None), *attacks]:
         seconds, less = seconds_an_image(work.model, attack, x, work.data.num_classes, passing)
@@ -165,10 +168,10 @@ def _evaluation(work: Run, passing: float, count: int) -> dict[str, Any]:
     return found
 
 
-def _seconds_of_a_pass(made: Recipe, wish: Wish) -> float:
+def seconds_of_a_pass(made: Recipe, wish: Wish) -> float:
     """A forward pass of an image, roughly: to choose how much to measure."""
     noise = wish.sizes.noise(2, 2)
-    model = assess.build(made.model, noise, None)
+    model = build.build(made.model, noise, None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     x = noise.train.images.to(device).float().div(255)
@@ -181,10 +184,10 @@ def _seconds_of_a_pass(made: Recipe, wish: Wish) -> float:
     return min(times)
 
 
-def _passes(objective: Mapping[str, Any]) -> tuple[int, float]:
+def passes_of(objective: Mapping[str, Any]) -> tuple[int, float]:
     """The updates of a step, and how many forward passes an image takes in each, roughly."""
     kind = objectives.made(objective)
-    return getattr(kind, "replays", 1), 2 * getattr(kind, "steps", 0) + (6 if hasattr(kind, "beta") else 3)
+    return kind.replays, 2 * getattr(kind, "steps", 0) + (6 if hasattr(kind, "beta") else 3)
 
 
 def solved(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -203,7 +206,7 @@ def solved(steps: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     return (fixed, each) if each > 0 else (0.0, b / bb)
 
 
-def _affordable(wish: Wish, guess: float) -> tuple[int, int]:
+def affordable(wish: Wish, guess: float) -> tuple[int, int]:
     """The batch, smaller than the real one if need be, and the number of counted steps."""
     step = guess * wish.batch
     if step * (WARM_UP + wish.steps) <= wish.seconds:

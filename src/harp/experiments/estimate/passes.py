@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from harp import assess, cost, models, recipe
-from harp.answers import predicted
-from harp.assault import parts
-from harp.estimate.counting import Counter, densely
-from harp.estimate.known import Sizes
-from harp.estimate.trial import operations_an_image
-from harp.recipe import Recipe, Stage
+from harp.evaluation.predict import predicted
+from harp.evaluation.runner import parts
+from harp.experiments import build, recipe
+from harp.experiments.estimate.counting import Counter, densely
+from harp.experiments.estimate.known import Sizes
+from harp.experiments.estimate.trial import operations_an_image
+from harp.experiments.recipe import Recipe, Stage
+from harp.pruning import macs
 
 _SMALL = Sizes(64, 64, (3, 32, 32), 10)
 _MODEL = "resnet8"
@@ -37,8 +38,8 @@ class Passes:
         self._steps: dict[str, float] = {}
         self._attacks: dict[str, float] = {}
         self._macs: dict[str, int] = {}
-        self.model: nn.Module = assess.build(recipe.Model(name=_MODEL), _SMALL.noise(2, 2), None)
-        self.macs: int = cost.cost(self.model, _SMALL.shape, {})["macs"]
+        self.model: nn.Module = build.build(recipe.Model(name=_MODEL), _SMALL.noise(2, 2), None)
+        self.macs: int = macs.cost(self.model, _SMALL.shape, {})["macs"]
 
     def of_step(self, made: Recipe, stage: Stage) -> float:
         """The passes of an image in a step of a stage."""
@@ -59,9 +60,8 @@ class Passes:
         part = made.model
         key = f"{part.model_dump_json(exclude={'weights'})} {sizes.shape} {sizes.classes}"
         if key not in self._macs:
-            options = {"normalize": part.normalize, **part.options}
-            model = models.build(part.name, num_classes=sizes.classes, shape=sizes.shape, **options)
-            self._macs[key] = cost.cost(model, sizes.shape, {})["macs"]
+            model = part.build(sizes.classes, sizes.shape)
+            self._macs[key] = macs.cost(model, sizes.shape, {})["macs"]
         pruned = [stage.pruner["keep"] for stage in made.stages[:number] if "keep" in stage.pruner]
         return 2.0 * self._macs[key] * (pruned[0] if pruned and made.units.kind == "channels" else 1.0)
 

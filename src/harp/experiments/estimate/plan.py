@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harp import assess, energy, objectives, pipeline, recipe, study
-from harp.display import Quiet
 from harp.errors import RecipeError
-from harp.estimate.hardware import Hardware, hardware
-from harp.estimate.known import Sizes
-from harp.estimate.passes import Passes
-from harp.recipe import Recipe, unknown
+from harp.experiments import build, compose, energy, recipe, study
+from harp.experiments import stages as pipeline
+from harp.experiments.estimate.hardware import Hardware, hardware
+from harp.experiments.estimate.known import Sizes
+from harp.experiments.estimate.passes import Passes
+from harp.experiments.recipe import Recipe, unknown
+from harp.system.progress import Quiet
+from harp.training import objectives
 
 _SEEDS = (1, 2, 3)  # those of the shipped studies
 
@@ -50,8 +52,8 @@ class Tally:
                 pruned = True
             if identity not in self.seen:
                 self.seen.add(identity)
-                judge = getattr(objectives.made(made.stage_objective(made.stages[number - 1])), "judge", None)
-                held = 1.0 + (self.passes.of_attack(judge()) if judge is not None else 0.0)
+                judge = objectives.made(made.stage_objective(made.stages[number - 1])).judge()
+                held = 1.0 + (self.passes.of_attack(judge) if judge is not None else 0.0)
                 step = self.passes.of_step(made, stage) if stage.epochs else 0.0
                 epoch = sizes.trained(made) * step + sizes.held(made) * held
                 total += stage.epochs * epoch * one
@@ -60,9 +62,9 @@ class Tally:
 
     def _evaluation(self, made: Recipe, sizes: Sizes, number: int) -> float:
         """The operations of attacking what the first stages leave, unless that was counted before."""
-        ball, examples = assess.threat(made), made.evaluate.examples or sizes.test
+        ball, examples = build.threat(made), made.evaluate.examples or sizes.test
         total = 0.0
-        for name, attack in [("", None), *(assess.attack_of(wish, ball) for wish in made.evaluate.attacks)]:
+        for name, attack in [("", None), *(build.attack_of(wish, ball) for wish in made.evaluate.attacks)]:
             key = f"{made.identity(number)} {name} {attack!r} {examples}"
             if key not in self.seen:
                 self.seen.add(key)
@@ -134,20 +136,21 @@ def paper() -> list[Part]:
     house = [f"svhn/{net}/harp-{loss}" for net in _NETS for loss in ("pgd", "trades", "mart")]
     parts.append(_of_recipes("cifar10, TRADES and MART", more))
     parts.append(_of_recipes("svhn, HARP", house))
-    photos = [name for name in recipe.shipped() if name.startswith("imagenet/")]
-    parts.append(Part("imagenet, Free-AT", lambda: [recipe.load(name) for name in photos], 1))
+    photos = [f"imagenet/resnet50/{method}-free-{pruned}" for method in _LARGE for pruned in ("90", "99")]
+    parts.append(Part("imagenet, Free-AT", lambda: [compose.load(name) for name in photos], 1))
     return parts
 
 
 _NETS = ("vgg16", "resnet18")
+_LARGE = ("harp", "hydra", "hydra-erk", "hydra-lamp", "r-admm")
 
 
 def _of_study(name: str) -> Part:
     planned = study.load(name)
-    return Part(name, lambda: _laid_out(planned), len(planned.seeds))
+    return Part(name, lambda: laid_out(planned), len(planned.seeds))
 
 
-def _laid_out(planned: study.Study) -> list[Recipe]:
+def laid_out(planned: study.Study) -> list[Recipe]:
     """The runs that a comparison makes with one seed, without the network and the data that it checks them with."""
     base = planned.recipe
     content = base.model_dump(mode="json", exclude_defaults=True)
@@ -168,7 +171,7 @@ def _laid_out(planned: study.Study) -> list[Recipe]:
 
 def _of_recipes(name: str, recipes: Sequence[str]) -> Part:
     names = [f"{each}-{sparsity}" for each in recipes for sparsity in ("99", "99.9")]
-    return Part(name, lambda: [recipe.load(each) for each in names], len(_SEEDS))
+    return Part(name, lambda: [compose.load(each) for each in names], len(_SEEDS))
 
 
 PLANS: dict[str, Callable[[], list[Part]]] = {"paper": paper}

@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-from harp import assault, energy
-from harp.display import Quiet
 from harp.errors import ModelError, RecipeError
-from harp.estimate import machine, measuring
-from harp.estimate.known import Sizes
-from harp.estimate.passes import Passes
-from harp.files import amount
-from harp.keeper import heard
-from harp.processes import cores
-from harp.recipe import Recipe
+from harp.evaluation import runner
+from harp.experiments import energy
+from harp.experiments.estimate import machine, measuring
+from harp.experiments.estimate.known import Sizes
+from harp.experiments.estimate.passes import Passes
+from harp.experiments.recipe import Recipe
+from harp.system.distributed import affinity
+from harp.system.files import amount
+from harp.system.interrupt import handled, heard
+from harp.system.progress import Quiet
 
 _SECONDS = 10.0  # that the steps of a stage may take
 _HOLDING_OUT = (0.25, 0.5, 1.0)  # shares of images that an attack in steps does not fool
@@ -78,12 +79,12 @@ def estimate(
             step = passes.of_step(made, stage) if stage.epochs else 0.0
             found[-1]["operations"] = step * passes.operations(made, sizes, number)
             display.worked(stage.name, None, [])
-    return _summed(made, sizes, found, devices, out, intensity, keep_states)
+    return summed(made, sizes, found, devices, out, intensity, keep_states)
 
 
 def _measured(made: Recipe, wish: measuring.Wish, devices: int) -> dict[str, Any]:
     """Let a process of its own measure a stage; it ends with this one."""
-    words = [sys.executable, "-m", "harp.estimate.measuring"]
+    words = [sys.executable, "-m", "harp.experiments.estimate.measuring"]
     pipe = subprocess.PIPE
     process = None
     try:
@@ -94,7 +95,7 @@ def _measured(made: Recipe, wish: measuring.Wish, devices: int) -> dict[str, Any
                 stdout=pipe,
                 stderr=pipe,
                 text=True,
-                env=_environment(devices),
+                env=environment(devices),
                 start_new_session=True,
             )
         out, err = process.communicate(measuring.message(made, wish))
@@ -114,11 +115,11 @@ def _measured(made: Recipe, wish: measuring.Wish, devices: int) -> dict[str, Any
     return told
 
 
-def _environment(devices: int) -> dict[str, str]:
+def environment(devices: int) -> dict[str, str]:
     """The variables of a process that is one of so many: on a CPU it gets its share of the cores, as in a run."""
     found = {"OMP_WAIT_POLICY": "PASSIVE"}
     if devices > 1 and not torch.cuda.is_available():
-        found["OMP_NUM_THREADS"] = str(max(1, len(cores.usable()) // devices))
+        found["OMP_NUM_THREADS"] = str(max(1, len(affinity.usable()) // devices))
     return found | os.environ
 
 
@@ -127,17 +128,13 @@ def _unbroken() -> Iterator[None]:
     """Let signals wait for the end of the block: one that came while a process is being started would orphan it."""
     came: list[int] = []
     numbers = heard() if threading.current_thread() is threading.main_thread() else []  # others are never interrupted
-    before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
-    try:
+    with handled(dict.fromkeys(numbers, lambda number, frame: came.append(number))):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     for late in came:
         signal.raise_signal(late)
 
 
-def _summed(
+def summed(
     made: Recipe,
     sizes: Sizes,
     found: list[dict[str, Any]],
@@ -146,6 +143,7 @@ def _summed(
     intensity: float,
     keep_states: int = 2,
 ) -> dict[str, Any]:
+    """What a run of the stages takes, by what was measured of each."""
     images, held, examples = sizes.trained(made), sizes.held(made), made.evaluate.examples or sizes.test
     own = made.data.batch // devices
     rows = []
@@ -235,7 +233,7 @@ def _memory(facts: dict[str, Any], own: int, accumulate: int, sizes: Sizes) -> d
     peak = facts["peak_bytes"]
     if "bytes_an_image" in facts:
         # An attack of an evaluation keeps about half of what training on as many images does.
-        most = max(math.ceil(own / accumulate), assault.BATCH // 2)
+        most = max(math.ceil(own / accumulate), runner.BATCH // 2)
         peak += facts["bytes_an_image"] * max(0, most - facts["peak_batch"])
     data = sizes.memory() if facts["device"] != "cuda" else 0
     return {"memory": int(peak + data), "fixed_memory": int(facts["base_bytes"] + data)}

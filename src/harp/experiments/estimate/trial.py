@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from harp import assault, recipe
-from harp.display import Quiet
-from harp.estimate.counting import Counter, densely
-from harp.estimate.known import Sizes
-from harp.recipe import Recipe
-from harp.run import Run
+from harp.evaluation import runner
+from harp.experiments import recipe
+from harp.experiments.estimate.counting import Counter, densely
+from harp.experiments.estimate.known import Sizes
+from harp.experiments.recipe import Recipe
+from harp.experiments.run import Run
+from harp.system.progress import Quiet
 
 _OF_FILES = ("size", "stream", "crop", "margin", "corrupt")  # what a recipe says of files, and noise has none
 
@@ -117,7 +118,7 @@ def run_of(
             stage["accumulate"] = 1
         if position == number and objective is not None:
             stage["objective"] = dict(objective)
-    noise = sizes.noise(batch * steps + held, 2 * assault.BATCH if held > 64 else 2)
+    noise = sizes.noise(batch * steps + held, 2 * runner.BATCH if held > 64 else 2)
     return kind(recipe.parse(content), root, source=noise, display=watch)
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from harp import files
 from harp.errors import CheckpointError
+from harp.system import files
 
 
 @dataclass(frozen=True)

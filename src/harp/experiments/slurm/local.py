@@ -4,9 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from harp.launchers.command import harp_run
-from harp.parallel import Process
-from harp.processes import cores
+from harp.experiments.pool import Process
+from harp.experiments.slurm.command import harp_run
+from harp.system.distributed import affinity
 
 
 def start(
@@ -21,7 +21,7 @@ def start(
     minutes: float | None = None,
 ) -> Process:
     """Start `harp run` on its share of the machine's cores, with what it says in a log."""
-    share = max(1, len(cores.usable()) // (jobs * devices))
+    share = max(1, len(affinity.usable()) // (jobs * devices))
     wished = os.environ.get("OMP_NUM_THREADS", "")
     threads = min(share, int(wished)) if wished.isdigit() and int(wished) else share
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

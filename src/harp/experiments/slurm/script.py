@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 from harp.errors import AT_CHANCE, UNFINISHED, RecipeError
-from harp.launchers.jobs import Job
+from harp.experiments.slurm.jobs import Job
 
 # Options that would break what is promised here: where the log is, what a job waits for, what `sbatch` answers.
 _OURS = {

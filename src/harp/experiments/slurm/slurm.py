@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from harp import files
-from harp.display import Quiet
 from harp.errors import Interrupted
-from harp.keeper import Stop
-from harp.launchers import scheduler, script
-from harp.launchers.jobs import Job, Ledger, Standing, State, Submitted
+from harp.experiments.slurm import scheduler, script
+from harp.experiments.slurm.jobs import Job, Ledger, Standing, State, Submitted
+from harp.system import files
+from harp.system.interrupt import Stop
+from harp.system.progress import Quiet
 
 
 class Slurm:

@@ -1,7 +1,7 @@
-"""Atoms: the classes of tensor entries that live or die together.
+"""Atoms: sets of tensor entries that can only be removed together.
 
-Every entry of an activation belongs to at most one atom (a channel, in the end), written as a positive number; other
-numbers mean none. Operations join atoms, and lock those that can't be removed, with the reason. Neither is ever undone.
+Every entry of an activation belongs to at most one atom (in the end, a channel), written as a positive number; other
+numbers mean none. Operations join atoms, and lock those that can't be removed, with the reason. Neither is undone.
 """
 
 from collections.abc import Collection
@@ -28,46 +28,46 @@ class Atoms:
         return torch.arange(first, first + count)
 
     def find(self, ids: Tensor) -> Tensor:
-        """The representative of each atom's set; what is no atom stays as it is."""
-        found = ids.numpy()
+        """The representative of each atom's set; numbers that are no atoms are returned unchanged."""
+        roots = ids.numpy()
         while True:
-            above = np.where(found > 0, self._parent[np.maximum(found, 0)], found)
-            if np.array_equal(above, found):
-                return torch.from_numpy(found)
-            found = above
+            parents = np.where(roots > 0, self._parent[np.maximum(roots, 0)], roots)
+            if np.array_equal(parents, roots):
+                return torch.from_numpy(roots)
+            roots = parents
 
     def join(self, left: Tensor, right: Tensor) -> None:
-        """Let pairs of atoms share their fate; pairs with what is no atom are skipped."""
-        ours, theirs = self.find(left).reshape(-1), self.find(right).reshape(-1)
-        apart = (ours > 0) & (theirs > 0) & (ours != theirs)
-        for one, other in set(zip(ours[apart].tolist(), theirs[apart].tolist(), strict=True)):
+        """Join pairs of atoms; pairs in which one is no atom are skipped."""
+        firsts, seconds = self.find(left).reshape(-1), self.find(right).reshape(-1)
+        apart = (firsts > 0) & (seconds > 0) & (firsts != seconds)
+        for one, other in set(zip(firsts[apart].tolist(), seconds[apart].tolist(), strict=True)):
             a, b = self._root(one), self._root(other)
             self._parent[max(a, b)] = min(a, b)
 
     def join_all(self, ids: Tensor) -> None:
-        """Let all of these share their fate."""
-        some = torch.unique(ids[ids > 0])
-        if len(some) > 1:
-            self.join(some[1:], some[:1].expand(len(some) - 1))
+        """Join all of these atoms to one."""
+        atoms = torch.unique(ids[ids > 0])
+        if len(atoms) > 1:
+            self.join(atoms[1:], atoms[:1].expand(len(atoms) - 1))
 
     def flags(self, atoms: Collection[int]) -> Tensor:
-        """Whether each atom, by its number, is one of these."""
-        found = torch.zeros(len(self._parent), dtype=torch.bool)
-        found[list(atoms)] = True
-        return found
+        """Flags for all atoms, by number: whether each is one of these."""
+        flags = torch.zeros(len(self._parent), dtype=torch.bool)
+        flags[list(atoms)] = True
+        return flags
 
     def lock(self, ids: Tensor, reason: str) -> None:
-        """Let these stay, whatever happens; the first reason counts."""
+        """Exclude these atoms from pruning; the first reason is kept."""
         for atom in torch.unique(self.find(ids)).tolist():
             if atom > 0:
                 self._reasons.setdefault(atom, reason)
 
     def locked(self) -> dict[int, str]:
-        """The reason by the representative of each locked set."""
-        found: dict[int, str] = {}
+        """The reason of each locked set, by its representative."""
+        reasons: dict[int, str] = {}
         for atom, reason in self._reasons.items():
-            found.setdefault(self._root(atom), reason)
-        return found
+            reasons.setdefault(self._root(atom), reason)
+        return reasons
 
     def _root(self, atom: int) -> int:
         while self._parent[atom] != atom:

@@ -1,4 +1,4 @@
-"""Fine-tuning without the channels that nobody reads under fixed masks: the same training, of a smaller network."""
+"""Fine-tuning without the channels that no weight reads under fixed masks: the same training of a smaller network."""
 
 import logging
 from collections.abc import Callable
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from harp import cost
-from harp.channels import Cut
-from harp.channels.dead import slim_for_training
 from harp.errors import ModelError
-from harp.masks import Masks
+from harp.pruning import macs as cost
+from harp.pruning.channels import Cut
+from harp.pruning.channels.removal import slim_for_training
+from harp.pruning.masks import Masks
 
 logger = logging.getLogger("harp")
 
-WORTHWHILE = 0.8  # the share of multiplications below which training a smaller network pays for making it
+WORTHWHILE = 0.8  # the largest share of multiplications at which training the smaller network saves time
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """A network in training without the channels that nobody reads, its masks, and what was cut."""
+    """A network to train without its unread channels, its masks, and what was cut."""
 
     model: nn.Module
     masks: Masks
@@ -29,18 +29,18 @@ class Compacted:
 def compacted(
     model: nn.Module, example: Tensor, masks: Masks, macs: int, note: Callable[[str], None]
 ) -> Compacted | None:
-    """The network without the channels that nobody reads under these masks, if that saves work.
+    """The network without the channels that no weight reads under these masks; None if that saves little work.
 
     `macs` are the dense network's multiplications for an image like those of `example`.
     """
-    if not _may_have_died(masks):
+    if not _may_have_unread_channels(masks):
         return None
     try:
         small, small_masks, cut = slim_for_training(model, example, masks)
-    except ModelError as error:  # it can't be followed, and is trained as it is
+    except ModelError as error:  # its channels can't be traced, so it is trained as it is
         logger.debug("not compacted: %s", error)
         return None
-    except Exception as error:  # a model may do anything, and a short cut must not cost the training
+    except Exception as error:  # a model may raise any error, and an optimisation must not stop the training
         logger.warning("trained with all channels, as they can't be followed: %s: %s", type(error).__name__, error)
         return None
     channels, height, width = example.shape[1:]
@@ -51,7 +51,7 @@ def compacted(
     return Compacted(small, small_masks, cut)
 
 
-def _may_have_died(masks: Masks) -> bool:
-    """Whether so many inputs of the layers are unread that it is worth a closer look."""
+def _may_have_unread_channels(masks: Masks) -> bool:
+    """Whether so many inputs of the layers are unread that tracing the channels is worthwhile."""
     read = [mask.flatten(2).any(2).any(0) if mask.ndim > 2 else mask.any(0) for mask in masks.values() if mask.ndim > 1]
-    return sum(int(each.sum()) for each in read) < 0.9 * sum(len(each) for each in read)
+    return sum(int(flags.sum()) for flags in read) < 0.9 * sum(len(flags) for flags in read)

@@ -1,7 +1,7 @@
 """Cutting channels out of a model: the same module, with smaller tensors.
 
-What is cut is described by the indices that each tensor keeps and by the numbers that the layers remember of their
-sizes. The description is plain data, so that a file of small weights can be given back its network anywhere.
+A cut is described by the indices that each tensor keeps and by the sizes that modules store as attributes. The
+description is plain data, so that the smaller network can be rebuilt from a file of its weights.
 """
 
 import copy
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harp.channels.attention import Attention
-from harp.channels.spaces import Space
-from harp.channels.traces import Trace
 from harp.errors import ModelError
+from harp.pruning.channels.attention import Attention
+from harp.pruning.channels.spaces import Space
+from harp.pruning.channels.traces import Trace
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -26,9 +26,9 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class Cut:
     """What a smaller network keeps of a larger one.
 
-    `kept` names the tensors that shrink, with the indices kept along each axis, and `shapes` what they were before;
-    `sizes` are the numbers that modules remember, by the module's name and the attribute's; `swapped` are the attention
-    modules that give way to `Attention`; `added` are biases that the smaller network has and the larger one has not.
+    `kept` names the tensors that shrink, with the indices kept along each axis, and `shapes` their shapes before;
+    `sizes` are new values of module attributes, by the names of the module and the attribute; `swapped` are the
+    attention modules that are replaced by `Attention`; `added` are biases that only the smaller network has.
     """
 
     kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
@@ -44,17 +44,18 @@ class Cut:
         return tensor
 
     def spread(self, name: str, small: Tensor, into: Tensor) -> Tensor:
-        """A copy of a large tensor with the small one in the place where it was cut out."""
+        """A copy of a large tensor, with the small one written at the indices that it was cut from."""
         full, axes = into.clone(), self.kept.get(name, {})
         if not axes:
             return full.copy_(small)
-        every = [range(size) for size in full.shape]
-        places = [torch.tensor(list(axes.get(axis, all_of)), device=full.device) for axis, all_of in enumerate(every)]
-        full[torch.meshgrid(*places, indexing="ij")] = small.to(full)
+        indices = [
+            torch.tensor(list(axes.get(axis, range(size))), device=full.device) for axis, size in enumerate(full.shape)
+        ]
+        full[torch.meshgrid(*indices, indexing="ij")] = small.to(full)
         return full
 
     def widen(self, name: str, small: Tensor) -> Tensor:
-        """The small tensor in its place among zeros; among ones where it is a norm's variance."""
+        """The small tensor in the large shape, filled with zeros, or with ones for a norm's variance."""
         if name not in self.kept:
             return small
         fill = 1.0 if name.endswith("running_var") else 0.0
@@ -81,12 +82,12 @@ class Cut:
                 setattr(model.get_submodule(owner), attribute, number)
 
     def _check(self, model: nn.Module) -> None:
-        """Refuse a model that this was not made for, before anything is changed."""
-        known = {name: list(tensor.shape) for name, tensor in named_tensors(model)}
+        """Raise an error for a model that the cut does not fit, before anything is changed."""
+        actual = {name: list(tensor.shape) for name, tensor in named_tensors(model)}
         modules = dict(model.named_modules())
         for name, shape in self.shapes.items():
-            if name not in self.added and known.get(name) != shape:
-                raise ModelError(f"the cut is of another model: {name!r} is {known.get(name)} here and {shape} there")
+            if name not in self.added and actual.get(name) != shape:
+                raise ModelError(f"the cut is of another model: {name!r} is {actual.get(name)} here and {shape} there")
         for name, axes in self.kept.items():
             for axis, indices in axes.items():
                 if name not in self.shapes or not 0 <= axis < len(self.shapes[name]):
@@ -102,25 +103,25 @@ class Cut:
                 raise ModelError(f"the cut replaces {name!r}, which is no attention of this model")
 
     def _slices(self, model: nn.Module) -> dict[int, Tensor]:
-        """The small tensors by the large ones' ids."""
-        found: dict[int, Tensor] = {}
+        """The small tensors, by the ids of the large ones."""
+        slices: dict[int, Tensor] = {}
         for name, tensor in named_tensors(model):
-            if name in self.kept and id(tensor) not in found:
+            if name in self.kept and id(tensor) not in slices:
                 small = self.slice(name, tensor.detach())
                 is_parameter = isinstance(tensor, nn.Parameter)
-                found[id(tensor)] = nn.Parameter(small, tensor.requires_grad) if is_parameter else small
-        return found
+                slices[id(tensor)] = nn.Parameter(small, tensor.requires_grad) if is_parameter else small
+        return slices
 
     def applied(self, model: nn.Module, *, share: bool = False) -> nn.Module:
-        """A smaller copy of a model; with `share` it holds the same tensors where they keep their size."""
+        """A smaller copy of a model; with `share` it uses the same tensors where their size does not change."""
         shared = {id(tensor): tensor for _, tensor in named_tensors(model) if share}
         small = copy.deepcopy(model, dict(shared))
         self.apply(small)
         return small
 
     def carry(self, optimizer: Optimizer, model: nn.Module, small: nn.Module) -> None:
-        """Let an optimiser of the model step the smaller network from now on, its state (momentum) cut alike."""
-        theirs = dict(small.named_parameters())
+        """Let an optimiser of the model step the smaller network, and cut its state (momentum) accordingly."""
+        parameters = dict(small.named_parameters())
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for group in optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
@@ -128,9 +129,9 @@ class Cut:
                 if name is None:
                     continue  # not one of the model's
                 state = optimizer.state.pop(parameter, None)
-                group["params"][place] = theirs[name]
+                group["params"][place] = parameters[name]
                 if state is not None:
-                    optimizer.state[theirs[name]] = {
+                    optimizer.state[parameters[name]] = {
                         key: self.slice(name, value) if _is_like(value, parameter) else value
                         for key, value in state.items()
                     }
@@ -155,7 +156,7 @@ class Cut:
 
 
 def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collection[int]) -> Cut:
-    """What is left when these atoms go."""
+    """The cut that removes these atoms."""
     gone = trace.atoms.flags(dead)
     kept: dict[str, dict[int, list[int]]] = {}
     for site, roots in zip(trace.sites, trace.roots, strict=True):
@@ -173,7 +174,7 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
         swapped += space.swaps if removed else []
     before = dict(named_tensors(model))
     cut = {id(before[name]): name for name in kept}
-    for alias, tensor in before.items():  # a shared tensor has several owners, and all of them remember its size
+    for alias, tensor in before.items():  # a shared tensor has several owners, and all of them store its size
         if id(tensor) in cut:
             owner, _, attribute = alias.rpartition(".")
             name = cut[id(tensor)]
@@ -185,7 +186,7 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
 
 
 def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], grouped: bool) -> dict[str, int]:
-    """The numbers that a layer remembers of a tensor's shape."""
+    """The new values of a layer's attributes that depend on a tensor's shape."""
     left = {axis: len(indices) for axis, indices in kept.items()}
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return {"num_features": left[0]}
@@ -205,9 +206,9 @@ def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], gro
 
 
 def _attention(model: nn.Module, name: str) -> nn.MultiheadAttention:
-    found = model.get_submodule(name)
-    assert isinstance(found, nn.MultiheadAttention)
-    return found
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.MultiheadAttention)  # `_check` has raised an error otherwise
+    return module
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Running a model without leaving a trace, and finding the tensors of its answer."""
+"""Running a model without changing it, and finding the tensors of its output."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,22 +11,22 @@ from torch.utils._pytree import tree_leaves
 
 
 def training(model: nn.Module) -> None:
-    """Training mode for all but norms, which would note statistics of the batch."""
+    """Set training mode, except for batch norms, which would update their statistics."""
     for module in model.modules():
         module.training = not isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while, with buffers that may be written and seeded generators; all is as before at the end."""
+    """Set eval mode, copies of the buffers and seeded generators, and restore all of them at the end."""
     before = [(module, module.training, module._buffers) for module in model.modules()]
     copies: dict[int, Tensor] = {}
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     try:
         for module, _, buffers in before:
             module.training = False
-            kept = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
-            module._buffers = kept
+            copied = {n: None if b is None else copies.setdefault(id(b), b.clone()) for n, b in buffers.items()}
+            module._buffers = copied
         with torch.random.fork_rng(list(devices)):
             torch.default_generator.manual_seed(0)
             for device in devices:
@@ -38,14 +38,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def tensors_of(answer: Any) -> list[Tensor]:
-    """The tensors of a model's answer, also of a class of somebody's own."""
-    found, waiting, seen = [], [answer], set()
+    """The tensors of a model's output, also inside dataclasses and other objects."""
+    tensors, waiting, seen = [], [answer], set()
     while waiting:
         for leaf in tree_leaves(waiting.pop(0)):
             if isinstance(leaf, Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 fields = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
                 waiting.append([*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name) for name in fields)])
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""The labels beside every tensor of a run, and what is known of its weights."""
+"""The labels of every tensor of a run, and the uses of its weights."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.channels import lines
-from harp.channels.atoms import Atoms
-from harp.channels.labels import alike, along, core, tidy, varying
-from harp.channels.running import tensors_of
-from harp.channels.traces import Site, Trace, Use
 from harp.errors import ModelError
+from harp.pruning.channels import source_lines
+from harp.pruning.channels.atoms import Atoms
+from harp.pruning.channels.dry_run import tensors_of
+from harp.pruning.channels.labels import alike, along, core, tidy, varying
+from harp.pruning.channels.traces import Site, Trace, Use
 
 
 class Records:
-    """The labels of all tensors so far.
+    """The labels of all tensors of a run.
 
-    A record is a list of labels of the tensor's shape: one for activations, one for each axis of a weight.
+    A record is a list of label tensors of the tensor's shape: one for an activation, one for each axis of a weight.
     """
 
     def __init__(self, model: nn.Module, image: Tensor) -> None:
@@ -28,8 +28,12 @@ class Records:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.named.setdefault(id(tensor), (name, tensor))
         self.parameters = {name for name, _ in model.named_parameters()}
-        self.records: dict[int, tuple[Tensor, list[Tensor]]] = {}  # tensors are held, so that ids stay theirs
-        self.origin: dict[int, str] = {}  # which weight a tensor is a view of; "computed" if it is made of weights
+        self.records: dict[
+            int, tuple[Tensor, list[Tensor]]
+        ] = {}  # by id; the tensor is kept so that its id is not reused
+        self.origin: dict[
+            int, str
+        ] = {}  # the weight that a tensor is a view of; "computed" if it is computed from weights
         self.axes: dict[tuple[str, int], Tensor] = {}
         self.reads: set[tuple[str, int]] = set()
         self.uses: list[Use] = []
@@ -42,19 +46,19 @@ class Records:
         self.give(image, along(channels, 1, image.shape))
 
     def finish(self, answer: Any) -> None:
-        """Lock what the model answers."""
+        """Lock the channels of the model's output."""
         leaves = [leaf for leaf in tensors_of(answer) if leaf.is_floating_point()]
         if not leaves:
             raise ModelError(f"{type(self.model).__name__} answers no tensor of numbers: channels can't be tried on it")
         self.lock(leaves, "the model's output")
 
-    def found(self, trains_more: bool) -> Trace:
-        """What was found, after locking what would be torn apart."""
+    def result(self, trains_more: bool) -> Trace:
+        """The trace, after locking channels whose removal would break a split into equal parts."""
         for pieces, where in self.pieces:
-            held = [torch.sort(self.atoms.find(each)).values for each in pieces]
-            if any(not torch.equal(held[0], other) for other in held[1:]):
-                self.atoms.lock(torch.cat(held), f"{where} needs parts of equal width")
-        sites = [Site(name, axis, atoms, (name, axis) in self.reads) for (name, axis), atoms in self.axes.items()]
+            atoms = [torch.sort(self.atoms.find(piece)).values for piece in pieces]
+            if any(not torch.equal(atoms[0], other) for other in atoms[1:]):
+                self.atoms.lock(torch.cat(atoms), f"{where} needs parts of equal width")
+        sites = [Site(name, axis, ids, (name, axis) in self.reads) for (name, axis), ids in self.axes.items()]
         trace = Trace(self.atoms, sites, self.uses, self.computed, self.placed, trains_more)
         axes: Counter[str] = Counter()
         for site, shared in zip(sites, trace.shared(), strict=True):
@@ -64,7 +68,7 @@ class Records:
         return trace
 
     def seen_all(self) -> bool:
-        """Whether every parameter was used."""
+        """Whether every weight was used."""
         seen = {name for name, _ in self.axes}
         return all(name in seen or parameter.ndim < 2 for name, parameter in self.model.named_parameters())
 
@@ -89,7 +93,7 @@ class Records:
         return None
 
     def labels(self, tensor: Tensor) -> Tensor:
-        """The labels of what is no weight of several axes; 0 for constants."""
+        """The labels of an activation or a vector; 0 for constants."""
         record = self.record(tensor)
         if record is None:
             return alike(0, tensor.shape)
@@ -100,7 +104,7 @@ class Records:
         return sum(bool(varying(labels)) for labels in self.record(tensor) or []) > 1
 
     def is_matrix(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight that can be multiplied by, also if it has one row or column only."""
+        """Whether a tensor is a matrix of weights, also if it has one row or column only."""
         return len(self.record(tensor) or []) == 2
 
     def axis(self, name: str, tensor: Tensor, axis: int) -> Tensor:
@@ -115,30 +119,30 @@ class Records:
         self.origin.pop(id(tensor), None)
 
     def void(self, tensors: Iterable[Tensor], reason: str) -> None:
-        """Let tensors depend on the input but have no channels."""
+        """Label tensors that depend on the input but have no channels, with the reason."""
         self.voids.append(reason)
         for tensor in tensors:
             self.give(tensor, alike(-len(self.voids), tensor.shape))
 
     def lock(self, tensors: Iterable[Tensor], reason: str) -> None:
-        """Lock all that these tensors hold."""
+        """Lock all channels of these tensors."""
         for tensor in tensors:
             for labels in self.record(tensor) or []:
                 self.atoms.lock(core(labels), reason)
 
     def lock_beside(self, atoms: Tensor, partners: Tensor, where: str) -> None:
-        """Lock atoms that meet something without channels, for its reason."""
-        lost = (partners <= 0) & (atoms > 0)
-        for label in torch.unique(partners[lost]).tolist():
+        """Lock atoms whose partner in an operation has no channels."""
+        unpaired = (partners <= 0) & (atoms > 0)
+        for label in torch.unique(partners[unpaired]).tolist():
             reason = self.voids[-label - 1] if label < 0 else f"{where} takes a constant beside it"
-            self.atoms.lock(atoms[lost & (partners == label)], reason)
+            self.atoms.lock(atoms[unpaired & (partners == label)], reason)
 
     def where(self, func: Any) -> str:
         """An operation and the line of the model that calls it."""
-        return f"{func._schema.name.removeprefix('aten::')} at {lines.running(self.model)}"
+        return f"{func._schema.name.removeprefix('aten::')} at {source_lines.running(self.model)}"
 
     def channels(self, tensor: Tensor, axis: int, where: str) -> Tensor:
-        """The label of each index along an axis; entries of one index share their fate."""
+        """The label of each index along an axis; all entries of an index are joined."""
         if self.is_weight(tensor):
             return torch.zeros(tensor.shape[axis], dtype=torch.long)
         labels = core(self.labels(tensor), keep=axis).movedim(axis, 0).reshape(tensor.shape[axis], -1)

@@ -1,7 +1,8 @@
-"""Label tensors: of the shape of an activation or a weight, the atom of each entry.
+"""Label tensors: the atom of each entry of an activation or a weight.
 
-A positive label is an atom, 0 a constant, and a negative one something that has no channels, for a reason that is
-known. Labels are kept with stride 0 along every axis on which nothing changes, so that most work is on a few numbers.
+A positive label is an atom, 0 is a constant, and a negative label stands for an entry without channels (its number
+gives the reason). Labels have stride 0 along every axis on which they are constant, so that most operations work on a
+few numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,35 +22,35 @@ def alike(label: int, shape: Sequence[int]) -> Tensor:
 
 
 def still(labels: Tensor, axis: int) -> bool:
-    """Whether nothing changes along an axis."""
+    """Whether labels are constant along an axis."""
     return labels.shape[axis] <= 1 or labels.stride(axis) == 0
 
 
 def varying(labels: Tensor) -> list[int]:
-    """The axes along which labels change."""
+    """The axes along which labels vary."""
     return [axis for axis in range(labels.ndim) if not still(labels, axis)]
 
 
 def first(labels: Tensor, axes: Iterable[int]) -> Tensor:
-    """The first entry along some axes, which stay as axes of length one."""
+    """The first entry along some axes, which are kept with length one."""
     for axis in axes:
         labels = labels.narrow(axis, 0, min(1, labels.shape[axis]))
     return labels
 
 
 def core(labels: Tensor, keep: int | None = None) -> Tensor:
-    """Labels without the axes on which nothing changes (of length one then), but for one to keep."""
+    """Labels with the axes on which they are constant reduced to length one, except for the axis `keep`."""
     return first(labels, [axis for axis in range(labels.ndim) if axis != keep and still(labels, axis)])
 
 
 def cores(*several: Tensor) -> list[Tensor]:
-    """The cores of labels of one shape, which have the same shape again."""
+    """Labels of one shape with the axes on which all are constant reduced to length one."""
     fixed = [axis for axis in range(several[0].ndim) if all(still(labels, axis) for labels in several)]
     return [first(labels, fixed) for labels in several]
 
 
 def tidy(labels: Tensor) -> Tensor:
-    """The same labels with stride 0 wherever nothing changes."""
+    """The same labels with stride 0 along every axis on which they are constant."""
     small = core(labels)
     for axis in range(small.ndim):
         if small.shape[axis] > 1 and bool((small == small.narrow(axis, 0, 1)).all()):

@@ -1,19 +1,19 @@
-"""Latency: what channels cost in time, measured on this machine.
+"""Latency: the time that channels cost, measured on this machine.
 
-The network is cut to several widths, all spaces alike, and every layer is timed in each of the smaller networks. Then
+The network is cut to several widths, the same in all spaces, and every layer is timed in each of the networks. Then
 
     t = fixed + per_product · (products of a weight and a number) + per_result · (numbers written),   all ≥ 0,
 
-is fitted to each layer by least squares of the relative error, and the time that no layer accounts for (norms,
-activations, sums, the interpreter) to what all layers write. This makes a tariff like those of FLOPs and MACs, in
-picoseconds for a batch, as prices are whole numbers and one product of a small layer takes less than a nanosecond.
+is fitted to each layer by least squares of the relative error, and the time outside of all layers (norms, activations,
+sums, the interpreter) to the numbers that all layers write. This gives a tariff like those of FLOPs and MACs, in
+picoseconds for a batch, as prices are integers and one product of a small layer takes less than a nanosecond.
 
-It is a model of the machine: kernels work in blocks of channels, so that the true time is a staircase around the
-fitted one, and what else the machine does is in it. `accuracy` compares predicted times with measured ones. For one
-image on one core, twelve random cuts of a ResNet18 were off by 4 % in the median and 13 % at most; time in proportion
-to FLOPs would have been off by 31 % and 90 %. A shared machine drifts by up to 25 % between measurements: mostly a
-common factor, which leaves shares of a budget alone. Measured times are plain data, to be kept where a budget must
-stay the same.
+It is a model of the machine: kernels work on blocks of channels, so the true time is a step function around the fitted
+one, and other work of the machine adds noise. `accuracy` compares predicted times with measured ones. For one image on
+one core, twelve random cuts of a ResNet18 were off by 4 % in the median and 13 % at most; time in proportion to FLOPs
+would have been off by 31 % and 90 %. A shared machine drifts by up to 25 % between measurements: mostly by a common
+factor, which does not change shares of a budget. Measured times are plain data and can be saved, so that a budget stays
+the same.
 """
 
 import statistics
@@ -28,14 +28,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from harp.channels.cutting import plan
-from harp.channels.spaces import Product, Space, tariff
-from harp.channels.traces import Trace, Use
 from harp.errors import ModelError, RecipeError
-from harp.frozen import frozen
-from harp.modes import slow_attention
+from harp.models.modes import evaluating, slow_attention
+from harp.pruning.channels.cutting import plan
+from harp.pruning.channels.spaces import Product, Space, tariff
+from harp.pruning.channels.traces import Trace, Use
 
-WIDTHS = (1.0, 0.77, 0.55, 0.37, 0.23, 0.12)  # of 64, 128, ... channels no round numbers, which kernels prefer
+WIDTHS = (1.0, 0.77, 0.55, 0.37, 0.23, 0.12)  # of 64, 128, ... channels these are no multiples of a kernel's block
 REPEATS = 15
 NOUN = "ps"
 _PICOSECONDS = 1e12
@@ -55,13 +54,13 @@ class Speed:
 
 @dataclass(frozen=True)
 class Latency:
-    """The times of a network's layers, as measured.
+    """The measured times of a network's layers.
 
     Attributes:
-        layers: by the name of a module that was timed.
-        rest: of what is in no such module.
+        layers: the speed of each timed module, by name.
+        rest: the speed of all work outside of these modules.
         places: the module in which each weight is used, "" for the rest.
-        batch: how many images were answered at once.
+        batch: the number of images in a batch.
     """
 
     layers: dict[str, Speed]
@@ -70,7 +69,7 @@ class Latency:
     batch: int
 
     def products(self, trace: Trace) -> Iterator[Product]:
-        """The tariff, over channels."""
+        """The costs as products of numbers of channels."""
         missing = next((use.name for use in trace.uses if use.name not in self.places), None)
         if missing is not None:
             raise ModelError(f"these times are of another network: none for {missing!r}")
@@ -90,7 +89,7 @@ class Latency:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Latency":
-        """Read times that were kept."""
+        """Read saved times."""
         try:
             layers = {str(name): Speed(**speed) for name, speed in content["layers"].items()}
             places = {str(weight): str(place) for weight, place in content["places"].items()}
@@ -113,26 +112,27 @@ def measure(
 ) -> Latency:
     """Time a network's layers at several widths.
 
-    A batch of one image is what an answer takes. On a device that is fast at many images at once it hardly depends on
-    the channels: give the size of the batches to come there.
+    The time of one image (the default batch) is the response time of the network. On a device that processes many
+    images in parallel it hardly depends on the channels: give the batch size that will be used there.
     """
     if batch < 1 or repeats < 1 or len(widths) < 2 or not all(0 < width <= 1 for width in widths):
         raise RecipeError(f"times of batch {batch}, {repeats} repeats, widths {list(widths)}: too few, or out of range")
     stopwatch = _Stopwatch(example, batch, clock)
     dead = [_cut_to(spaces, width) for width in widths]
-    nets = [plan(model, trace, spaces, each).applied(model, share=True).eval() for each in dead]
+    nets = [plan(model, trace, spaces, atoms).applied(model, share=True).eval() for atoms in dead]
     places = stopwatch.places(nets, trace)
     wholes, parts = stopwatch.times(nets, sorted(set(places.values()) - {""}), repeats)
     groups: dict[str, list[Use]] = {name: [] for name in ["", *parts[0]]}
     for use in trace.uses:
         groups[places[use.name]].append(use)
-    gone = [torch.tensor(sorted(each), dtype=torch.long) for each in dead]
+    removed = [torch.tensor(sorted(atoms), dtype=torch.long) for atoms in dead]
     layers = {}
     for name in parts[0]:
-        work = [_work(trace, groups[name], groups[name], each) for each in gone]
+        work = [_work(trace, groups[name], groups[name], atoms) for atoms in removed]
         layers[name] = fitted(work, [times[name] for times in parts])
     left = [max(0.0, whole - sum(times.values())) for whole, times in zip(wholes, parts, strict=True)]
-    return Latency(layers, fitted([_work(trace, groups[""], trace.uses, each) for each in gone], left), places, batch)
+    rest = fitted([_work(trace, groups[""], trace.uses, atoms) for atoms in removed], left)
+    return Latency(layers, rest, places, batch)
 
 
 @torch.no_grad()
@@ -166,21 +166,21 @@ class _Stopwatch:
         self.clock = clock or _clock(example.device)
 
     def places(self, nets: Sequence[nn.Module], trace: Trace) -> dict[str, str]:
-        """For each weight the module that is called to use it: its own, or the next one around it; "" for none."""
+        """For each weight, the innermost module around it that is called; "" for none."""
         names = {use.name: use.name.rpartition(".")[0] for use in trace.uses}
         owners = sorted(set(names.values()) - {""})
         called = set(owners).intersection(*(self._parts(net, owners) for net in nets))
-        found = {}
+        places = {}
         for weight, place in names.items():
             while place and place not in called:
                 place = place.rpartition(".")[0]
-            found[weight] = place
-        return found
+            places[weight] = place
+        return places
 
     def times(
         self, nets: Sequence[nn.Module], names: Collection[str], repeats: int
     ) -> tuple[list[float], list[dict[str, float]]]:
-        """Medians for each network, and for its modules of these names, in turns so that all see the same machine."""
+        """Median times of each network and of its modules, in turns, so that all see the same load of the machine."""
         wholes: list[list[float]] = [[] for _ in nets]
         parts: list[list[dict[str, float]]] = [[] for _ in nets]
         for turn in range(_WARM_UP + repeats):
@@ -189,19 +189,19 @@ class _Stopwatch:
                 if turn >= _WARM_UP:
                     wholes[number].append(whole)
                     parts[number].append(part)
-        medians = [{name: statistics.median(each[name] for each in seen) for name in names} for seen in parts]
-        return [statistics.median(seen) for seen in wholes], medians
+        medians = [{name: statistics.median(turn[name] for turn in turns) for name in names} for turns in parts]
+        return [statistics.median(turns) for turns in wholes], medians
 
     def _whole(self, net: nn.Module) -> float:
-        with frozen(net, self.images, fast=False) as answer, slow_attention():
+        with evaluating(net), slow_attention():
             start = self.clock()
-            answer(self.images)
+            net(self.images)
             return (self.clock() - start) * _PICOSECONDS
 
     def _parts(self, net: nn.Module, names: Collection[str]) -> dict[str, float]:
-        """The time in each module that was called, without that in others of these inside it."""
-        found: dict[str, float] = {}
-        inside: list[float] = []  # for each open call, the time in timed calls within
+        """The time in each module that is called, without the time in other timed modules inside it."""
+        times: dict[str, float] = {}
+        inside: list[float] = []  # for each open call, the time of the timed calls within it
         starts: list[float] = []
 
         def enter(*_: Any) -> None:
@@ -210,7 +210,7 @@ class _Stopwatch:
 
         def leave(name: str) -> None:
             took = (self.clock() - starts.pop()) * _PICOSECONDS
-            found[name] = found.get(name, 0.0) + took - inside.pop()
+            times[name] = times.get(name, 0.0) + took - inside.pop()
             if inside:
                 inside[-1] += took
 
@@ -220,36 +220,36 @@ class _Stopwatch:
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(lambda *_, name=name: leave(name)))
         try:
-            with frozen(net, self.images, fast=False) as answer, slow_attention():
-                answer(self.images)
+            with evaluating(net), slow_attention():
+                net(self.images)
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return times
 
 
 def fitted(work: Sequence[tuple[int, int]], times: Sequence[float]) -> Speed:
-    """The coefficients, none of them negative, that fit times to numbers of products and results."""
+    """The nonnegative coefficients that fit times to numbers of products and results."""
     seconds = np.maximum(np.array(times, dtype=np.float64), 1.0)
     columns = np.column_stack([np.ones(len(seconds)), np.array(work, dtype=np.float64)])
     scales = np.maximum(columns.max(axis=0), 1.0)
     rows = columns / scales / seconds[:, None]
     best, error = np.zeros(3), np.inf
-    for size in (1, 2, 3):  # of so few columns every choice can be tried
+    for size in (1, 2, 3):  # with three columns, every subset can be tried
         for chosen in combinations(range(3), size):
-            found: _Floats = np.linalg.lstsq(rows[:, chosen], np.ones(len(seconds)), rcond=None)[0]
-            off = float(((rows[:, chosen] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and off < error * (1 - 1e-9):
-                best, error = np.zeros(3), off
-                best[list(chosen)] = found
+            solution: _Floats = np.linalg.lstsq(rows[:, chosen], np.ones(len(seconds)), rcond=None)[0]
+            residual = float(((rows[:, chosen] @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and residual < error * (1 - 1e-9):
+                best, error = np.zeros(3), residual
+                best[list(chosen)] = solution
     return Speed(*(float(number) for number in best / scales))
 
 
-def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], gone: Tensor) -> tuple[int, int]:
-    """The products of some uses and the results of others, for one image, without the channels that are gone."""
+def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], removed: Tensor) -> tuple[int, int]:
+    """The products of some uses and the results of others, for one image, without the removed channels."""
 
     def left(atoms: Tensor) -> int:
-        return int((~torch.isin(trace.atoms.find(atoms), gone)).sum())
+        return int((~torch.isin(trace.atoms.find(atoms), removed)).sum())
 
     products = sum(
         u.kernel * u.positions * left(u.gives) * (u.fixed if u.reads is None else left(u.reads)) for u in reading
@@ -258,12 +258,12 @@ def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], gone: Te
 
 
 def _cut_to(spaces: Sequence[Space], width: float) -> set[int]:
-    """The channels that go when each space keeps a share of its own."""
+    """The channels that are removed when each space keeps the same share."""
     return {atom for space in spaces for atom in space.atoms[max(1, round(width * len(space.atoms))) :]}
 
 
 def _clock(device: torch.device) -> Clock:
-    """The time when all that was asked of a device is done."""
+    """A clock that waits until the device has finished its work."""
     if device.type == "cuda":
 
         def now() -> float:

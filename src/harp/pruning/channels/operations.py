@@ -1,4 +1,4 @@
-"""The operations that are known by name, in the kinds that `rules.py` has rules for."""
+"""The operations that `rules.py` has rules for, by kind."""
 
 import torch
 
@@ -13,7 +13,7 @@ MOVES = {
     aten.replication_pad2d, aten.replication_pad3d, aten.movedim, aten.swapaxes, aten.narrow, aten._reshape_copy,
     aten.tile, aten.rot90, aten.slice_copy,
 }  # fmt: skip
-PLACED = {  # these count on where a channel lies among the others
+PLACED = {  # these depend on the positions of channels
     aten.slice, aten.select, aten.roll, aten.split, aten.split_with_sizes, aten.index, aten.index_select, aten.narrow,
     aten.unbind, aten.unfold, aten.diagonal, aten.slice_copy,
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""What channels cost: the tariffs of FLOPs, MACs, parameters and memory.
+"""The cost of channels: the tariffs of FLOPs, MACs, parameters and memory.
 
 FLOPs        positions · gives · (2 · kernel · reads + 1) of every weight, as the paper counts them (a multiply-add
              is two, less one for the first sum, plus a bias and an activation)
 MACs         positions · kernel · reads · gives
 parameters   all of them, biases and norms too
-memory       bytes of the parameters and of what the layers write for one image, in 32 bit
+memory       bytes of the parameters and of the layers' outputs for one image, in 32 bit
 """
 
 import math
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from harp.channels.spaces import Product
-from harp.channels.traces import Site, Trace, Use
-from harp.channels.tracing import trace
+from harp.pruning.channels.spaces import Product
+from harp.pruning.channels.traces import Site, Trace, Use
+from harp.pruning.channels.tracing import trace
 
 _BYTES = 4
 
@@ -36,7 +36,7 @@ def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Parameters."""
     sites: dict[str, list[Site]] = {}
     for site, shared in zip(trace.sites, trace.shared(), strict=True):
-        if shared:  # other axes stay as they are
+        if shared:  # other axes are never cut
             sites.setdefault(site.name, []).append(site)
     for name, parameter in model.named_parameters():
         axes = sites.get(name, [])
@@ -45,7 +45,7 @@ def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
 
 
 def memory(model: nn.Module, trace: Trace) -> Iterator[Product]:
-    """Bytes of the parameters and of all layers' results for one image."""
+    """Bytes of the parameters and of all layers' outputs for one image."""
     for product in parameters(model, trace):
         yield Product(_BYTES * product.price, product.reads, product.gives)
     for use in (*trace.uses, *trace.computed):
@@ -62,11 +62,11 @@ TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] 
     "parameters": (parameters, "parameters"),
     "memory": (memory, "bytes"),
 }
-"""The budgets, and their units in words."""
+"""The cost functions of the budgets, and the names of their units."""
 
 
 def price(model: nn.Module, example: Tensor, budget: str) -> int:
-    """What a whole network costs, whether any of its channels could be pruned or not."""
+    """The cost of a whole network, including the channels that can't be pruned."""
     products, _ = TARIFFS[budget]
     return sum(p.price * _count(p.reads) * _count(p.gives) for p in products(model, trace(model, example)))
 

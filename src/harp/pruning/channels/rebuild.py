@@ -3,8 +3,8 @@
     from rebuild import rebuild          # this file, with model.safetensors and slim.json beside it
     network = rebuild(architecture())    # the architecture as it was before pruning, with any weights
 
-`slim.json` names the tensors that are smaller than the architecture's, the numbers that its modules remember of their
-sizes, and the attention modules that can't have fewer heads themselves (`attention.py` beside this file can).
+`slim.json` names the tensors that are smaller than the architecture's, the sizes that its modules store as attributes,
+and the attention modules that are replaced by the one in `attention.py` beside this file, which can have fewer heads.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from torch import nn
 
 
 def rebuild(model: nn.Module, folder: str | Path | None = None) -> nn.Module:
-    """Make `model` the network of a folder (by default this file's), in place; it is returned as well."""
+    """Change `model` in place to the network of a folder (by default this file's folder), and return it."""
     place = Path(__file__).parent if folder is None else Path(folder)
     description = json.loads((place / "slim.json").read_text(encoding="utf-8"))
     tensors = load_file(place / "model.safetensors")
@@ -30,7 +30,7 @@ def rebuild(model: nn.Module, folder: str | Path | None = None) -> nn.Module:
     for name, tensor in before.items():
         small = tensors[name].clone()
         after.setdefault(id(tensor), nn.Parameter(small) if isinstance(tensor, nn.Parameter) else small)
-    for name, tensor in _named(model):  # what is shared stays shared
+    for name, tensor in _named(model):  # shared tensors stay shared
         if id(tensor) in after:
             _put(model, name, after[id(tensor)])
     for owner, numbers in description["sizes"].items():

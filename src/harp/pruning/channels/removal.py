@@ -1,19 +1,19 @@
-"""Dead channels of a network that was pruned weight by weight, removed without changing an answer.
+"""Remove the dead channels of a network that was pruned weight by weight, without changing its output.
 
-A channel can go if nobody reads it: all weights that read it are zero. Where it is the same number for every input,
-because all that gives it was pruned, it can be made unread:
+A channel can be removed if it is unread: all weights that read it are zero. A channel that is the same number for every
+input, because all weights that compute it are pruned, can be made unread:
 
-* a number of zero, as behind a ReLU, adds nothing, and the weights that read it may be zero as well;
-* another number c adds Σ w·c to what a reader gives. This goes into the reader's bias, or into the mean of the batch
-  norm behind it, or a bias is made. It is exact only where every result sees all of the kernel: with zero padding the
-  sum is smaller at the borders. Note that a channel whose filter is pruned still sends on what its norm makes of zero;
-* constants that stay because of padding are all alike to their readers, an image of ones times a number. So one of
-  them can speak for the others: w·c of the others, over its own c, is added to its weights.
+* a constant zero, as after a ReLU, adds nothing, so the weights that read it can be set to zero;
+* another constant c adds Σ w·c to a reader's output. The sum is added to the reader's bias, subtracted from the mean of
+  the batch norm after it, or put in a new bias. This is exact only without padding: with zero padding the sum is
+  smaller at the borders. Note that a channel whose filter is pruned still has the value that its norm makes of zero;
+* constants that remain because of padding differ by a factor only: each is an image of ones times a number. So one of
+  them can replace the others: w·c of the others, divided by its own c, is added to its weights.
 
-What a channel that goes was computed from may then be unread in turn, and so on to the end.
+When a channel is removed, the channels that it was computed from may become unread too, and so on.
 
-During training under fixed masks only the first of the three is exact: a channel that nobody reads gets no gradient
-and keeps getting none, while a constant moves with its norm.
+During training under fixed masks only the removal of unread channels is exact: they never get a gradient, while a
+constant channel changes with its norm.
 """
 
 import copy
@@ -25,16 +25,16 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from harp.channels.constants import Reading, readings
-from harp.channels.cutting import Cut, named_tensors, plan
-from harp.channels.spaces import Space
-from harp.channels.traces import Trace
-from harp.channels.trial import difference
-from harp.channels.units import Channels
 from harp.errors import ModelError
-from harp.frozen import frozen
-from harp.masks import Masks, apply
-from harp.seeds import derive
+from harp.models.modes import evaluating
+from harp.pruning.channels.constant_values import Reading, readings
+from harp.pruning.channels.cutting import Cut, named_tensors, plan
+from harp.pruning.channels.spaces import Space
+from harp.pruning.channels.traces import Trace
+from harp.pruning.channels.units import Channels
+from harp.pruning.channels.verify import difference
+from harp.pruning.masks import Masks, apply
+from harp.system.seeds import derive
 
 TOLERANCE = 1e-5  # relative to the largest answer
 _IMAGES = 4  # random ones, on which the smaller network is checked
@@ -43,7 +43,7 @@ _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
 
 @dataclass(frozen=True)
 class Gone:
-    """What went for one reason: channels, and weights that weren't zero."""
+    """What was removed for one reason: channels, and weights that weren't zero."""
 
     channels: int
     weights: int
@@ -55,15 +55,15 @@ class Removed:
 
     Attributes:
         model: the smaller network, a plain module in the modes of the large one.
-        masks: which weights of it aren't zero, for the weights that had a mask (all that read channels, without masks).
-        cut: what it keeps of the large network, and the biases that this one doesn't have.
-        unread: what went because nobody read it, from the start or in the end.
-        zero: what went because it was zero where it was read.
-        folded: what went into biases and norms.
-        merged: what another constant channel speaks for now.
-        padded: constant channels that stay because a reader pads.
-        stuck: constant channels that stay because a reader has no bias of its own to take them.
-        parameters: how many the large and the smaller network have.
+        masks: which of its weights aren't zero, for weights that had a mask (without masks: all that read channels).
+        cut: what it keeps of the large network, and the biases that the large network doesn't have.
+        unread: removed because no weight reads it, from the start or in the end.
+        zero: removed because it is zero wherever it is read.
+        folded: removed because its value was added to biases and norms.
+        merged: removed because another constant channel replaces it.
+        padded: the number of constant channels that stay because a reader pads.
+        stuck: the number of constant channels that stay because a reader has no bias that could take their value.
+        parameters: the numbers of parameters of the large and the smaller network.
     """
 
     model: nn.Module
@@ -80,10 +80,10 @@ class Removed:
 
 @torch.inference_mode(False)
 def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] | None = None) -> Removed:
-    """Remove all channels that can go without changing an answer of the model in eval mode.
+    """Remove all channels that can be removed without changing the output of the model in eval mode.
 
-    Without masks the zeros among the weights count. The model is left as it is, and the smaller one is compared with
-    it on random images. At least one channel of each space stays.
+    Without masks, weights that are zero count as pruned. The model is not changed, and the smaller one is compared with
+    it on random images. At least one channel of each space is kept.
     """
     large = copy.deepcopy(model)
     apply(large, masks or {})
@@ -114,31 +114,32 @@ def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] |
 
 
 def unread(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> Cut:
-    """What is left of a network in training under fixed masks when the channels go that nobody can read.
+    """The cut that removes the channels of a network that stay unread in training under fixed masks.
 
-    Weights without a mask are alive. A model with weights that were not seen in use is refused: they may read anything.
+    Weights without a mask count as not pruned. A model with weights that the trace did not see is refused, as they may
+    read any channel.
     """
     units = Channels(model, example)
     names = {site.name for site in units.trace.sites}
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and parameter.requires_grad and name not in names:
             raise ModelError(f"weight {name!r} was not seen in use: what it reads in training can't be known")
-    where = _Places(units.trace, units.spaces)
-    alive = _alive(model, where.names, masks)
-    gone = torch.zeros(where.count, dtype=torch.bool)
+    places = _Places(units.trace, units.spaces)
+    alive = _alive(model, places.names, masks)
+    gone = torch.zeros(places.count, dtype=torch.bool)
     while True:
-        dead = ~where.read(alive)
+        dead = ~places.read(alive)
         if torch.equal(dead, gone):
-            return where.cut(model, where.spare(gone))
+            return places.cut(model, places.spare(gone))
         gone = dead
-        where.clear_givers(alive, gone)
+        places.clear_givers(alive, gone)
 
 
 def slim_for_training(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> tuple[nn.Module, Masks, Cut]:
     """A smaller copy of a network to train under fixed masks, its masks, and what it keeps of the large one.
 
-    Step by step it does what the large one would do, up to rounding, with any optimiser that treats each weight on
-    its own. Dropout draws other numbers for fewer channels.
+    Each training step gives the same weights as in the large network, up to rounding, with any optimiser that updates
+    each weight independently. Dropout draws other random numbers for fewer channels.
     """
     cut = unread(model, example, masks)
     return cut.applied(model), {name: cut.slice(name, mask) for name, mask in masks.items()}, cut
@@ -146,7 +147,7 @@ def slim_for_training(model: nn.Module, example: Tensor, masks: Mapping[str, Ten
 
 @torch.no_grad()
 def spread_back(model: nn.Module, small: nn.Module, cut: Cut) -> None:
-    """Write the weights and statistics of the small network into the large one; what was cut stays as it was."""
+    """Write the weights and statistics of the small network into the large one; the rest is not changed."""
     tensors = [{**dict(net.named_parameters()), **dict(net.named_buffers())} for net in (model, small)]
     for name, tensor in tensors[0].items():
         tensor.copy_(cut.spread(name, tensors[1][name], tensor))
@@ -157,18 +158,19 @@ _REASONS = ("unread", "zero", "folded", "merged")
 
 @torch.no_grad()
 def _answer(model: nn.Module, images: Tensor) -> Tensor:
-    with frozen(model, images, fast=False) as net:
-        return net(images)
+    with evaluating(model):
+        logits: Tensor = model(images)
+    return logits
 
 
 def _images(example: Tensor) -> Tensor:
-    """Random images of the example's kind."""
+    """Random images of the example's shape."""
     generator = torch.Generator().manual_seed(derive(0, "dead channels"))
     return torch.rand((_IMAGES, *example.shape[1:]), generator=generator).to(example)
 
 
 def _alive(model: nn.Module, names: Collection[str], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A mask for each of these weights, to be written into."""
+    """A copy of the mask of each of these weights, all ones for weights without a mask."""
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
@@ -179,7 +181,7 @@ def _alive(model: nn.Module, names: Collection[str], masks: Mapping[str, Tensor]
 
 
 class _Places:
-    """Where channels lie: along the axes of the weights that read them and of those that give them."""
+    """The positions of channels along the axes of the weights that read them and of those that compute them."""
 
     def __init__(self, trace: Trace, spaces: list[Space]) -> None:
         self.trace, self.spaces = trace, spaces
@@ -195,32 +197,32 @@ class _Places:
                 (self.readers if site.reads else self.givers).append((site.name, site.axis, channels))
 
     def read(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Which channels some weight reads that isn't zero."""
-        found = torch.zeros(self.count, dtype=torch.bool)
+        """Which channels are read by a weight that isn't zero."""
+        read = torch.zeros(self.count, dtype=torch.bool)
         for name, axis, channels in self.readers:
-            found[channels[_lives(weights[name], axis) & (channels >= 0)]] = True
-        return found
+            read[channels[_nonzero(weights[name], axis) & (channels >= 0)]] = True
+        return read
 
     def clear_givers(self, weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        """Let channels be computed from nothing."""
+        """Set the weights that compute these channels to zero."""
         self._clear(self.givers, weights, channels)
 
     def clear_readers(self, weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        """Let nobody read channels."""
+        """Set the weights that read these channels to zero."""
         self._clear(self.readers, weights, channels)
 
     def _clear(self, places: list[tuple[str, int, Tensor]], weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        for name, axis, at in places:
-            where = (channels[at] & (at >= 0)).nonzero().reshape(-1).to(weights[name].device)
-            weights[name].index_fill_(axis, where, 0)
+        for name, axis, channel_of in places:
+            indices = (channels[channel_of] & (channel_of >= 0)).nonzero().reshape(-1).to(weights[name].device)
+            weights[name].index_fill_(axis, indices, 0)
 
     def cut(self, model: nn.Module, gone: Tensor) -> Cut:
-        """What is left when channels go."""
-        dead = {atom for atom, goes in zip(self.atoms, gone.tolist(), strict=True) if goes}
+        """The cut that removes these channels."""
+        dead = {atom for atom, is_gone in zip(self.atoms, gone.tolist(), strict=True) if is_gone}
         return plan(model, self.trace, self.spaces, dead)
 
     def spare(self, gone: Tensor) -> Tensor:
-        """The same, but for the first channel of each space that would be left empty."""
+        """The channels to remove, without the first channel of each space that would be empty."""
         spared, first = gone.clone(), 0
         for space in self.spaces:
             spared[first] &= not bool(gone[first : first + len(space.atoms)].all())
@@ -229,7 +231,7 @@ class _Places:
 
 
 class _Search:
-    """The search for dead channels of a network, whose weights change while they are found."""
+    """The search for dead channels of a network. It changes the network's weights."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.model = model
@@ -238,11 +240,15 @@ class _Search:
         tensors = dict(named_tensors(model))  # a weight may be a buffer
         self.weights_of = {name: tensors[name].detach() for name in self.places.names}
         uses = Counter(use.name for use in self.units.trace.uses)
-        found = readings(model, example)
-        self.readings = {name: each for name, each in found.items() if len(each) == uses[name]}
-        self.homes = {name: home for name, each in self.readings.items() if (home := self._home(name, each))}
+        # A weight whose uses were not all seen is not known well enough.
+        self.readings = {
+            name: of_weight for name, of_weight in readings(model, example).items() if len(of_weight) == uses[name]
+        }
+        self.targets = {
+            name: target for name, of_weight in self.readings.items() if (target := self._target(name, of_weight))
+        }
         self.gone = torch.zeros(self.places.count, dtype=torch.bool)
-        self.biases: list[str] = []
+        self.biases: list[str] = []  # the new ones
         self.reasons: list[str | None] = [None] * self.places.count
         self.channels: Counter[str | None] = Counter()
         self.weights: Counter[str] = Counter()
@@ -250,24 +256,24 @@ class _Search:
         self.padded = self.stuck = 0
 
     def run(self) -> None:
-        """Find channels that can go, until there are no more."""
+        """Remove channels until none is left that can be removed."""
         while True:
             states = self._states()
-            dying = {reason: flags & ~self.gone for reason, flags in states.items() if reason in _REASONS}
-            dying["merged"] = torch.zeros_like(self.gone)
-            if not any(bool(flags.any()) for flags in dying.values()):
-                dying["merged"] = self._merge(states["padded"] & ~self.gone)
-            reason = next((reason for reason, flags in dying.items() if bool(flags.any())), None)
+            removable = {reason: flags & ~self.gone for reason, flags in states.items() if reason in _REASONS}
+            removable["merged"] = torch.zeros_like(self.gone)
+            if not any(bool(flags.any()) for flags in removable.values()):
+                removable["merged"] = self._merge(states["padded"] & ~self.gone)
+            reason = next((reason for reason, flags in removable.items() if bool(flags.any())), None)
             if reason is None:
                 break
-            self._bury(dying[reason], reason)
-        stays = self.gone & ~self.places.spare(self.gone)
-        self.gone &= ~stays
-        self.channels = Counter(reason for reason, left in zip(self.reasons, stays.tolist(), strict=True) if not left)
-        self.padded, self.stuck = (int((states[each] & ~self.gone).sum()) for each in ("padded", "stuck"))
+            self._remove(removable[reason], reason)
+        spared = self.gone & ~self.places.spare(self.gone)
+        self.gone &= ~spared
+        self.channels = Counter(reason for reason, left in zip(self.reasons, spared.tolist(), strict=True) if not left)
+        self.padded, self.stuck = (int((states[reason] & ~self.gone).sum()) for reason in ("padded", "stuck"))
 
     def cut(self) -> Cut:
-        """What is left; biases that were made are cut like what they are added to."""
+        """The cut that removes the channels; new biases are cut like the rows of their weights."""
         cut = self.places.cut(self.model, self.gone)
         cut.added.extend(self.biases)
         for bias in self.biases:
@@ -278,43 +284,45 @@ class _Search:
         return cut
 
     def _states(self) -> dict[str, Tensor]:
-        """For each channel, whether it can go for each of the reasons, or why it can't."""
-        read, moving, needs, padded, stuck = (torch.zeros(self.places.count, dtype=torch.bool) for _ in range(5))
-        for name, channels, lives, readings_ in self._reads():
-            constant, zero = torch.zeros_like(lives), torch.zeros_like(lives)
-            if readings_:
-                constant = torch.stack([each.constant for each in readings_]).all(dim=0).cpu()
-                zero = constant & (torch.stack([each.values for each in readings_]) == 0).all(dim=0).cpu()
-            here = lives & (channels >= 0)
+        """Flags of all channels for each reason to remove them, and for each reason that a constant channel stays."""
+        read, varying, nonzero, padded, stuck = (torch.zeros(self.places.count, dtype=torch.bool) for _ in range(5))
+        for name, channels, used, of_weight in self._reads():
+            constant, zero = torch.zeros_like(used), torch.zeros_like(used)
+            if of_weight:
+                constant = torch.stack([reading.constant for reading in of_weight]).all(dim=0).cpu()
+                zero = constant & (torch.stack([reading.values for reading in of_weight]) == 0).all(dim=0).cpu()
+            here = used & (channels >= 0)
             read[channels[here]] = True
-            moving[channels[here & ~constant]] = True
-            needs[channels[here & ~zero]] = True
-            if name not in self.homes:
+            varying[channels[here & ~constant]] = True
+            nonzero[channels[here & ~zero]] = True
+            if name not in self.targets:
                 stuck[channels[here & ~zero]] = True
-            elif not readings_[0].bare:
+            elif not of_weight[0].bare:
                 padded[channels[here & ~zero]] = True
-        still = read & ~moving
+        constant = read & ~varying
         return {
             "unread": ~read,
-            "zero": still & ~needs,
-            "folded": still & needs & ~padded & ~stuck,
-            "padded": still & padded & ~stuck,
-            "stuck": still & stuck,
+            "zero": constant & ~nonzero,
+            "folded": constant & nonzero & ~padded & ~stuck,
+            "padded": constant & padded & ~stuck,
+            "stuck": constant & stuck,
         }
 
     def _reads(self) -> Iterator[tuple[str, Tensor, Tensor, list[Reading]]]:
-        """For each reading weight the channel of each index, whether weights live there, and what is read there."""
+        """For each reading weight: the channel of each index, whether its weights aren't zero, and the readings."""
         for name, axis, channels in self.places.readers:
-            known = [each for each in self.readings.get(name, []) if each.axis == axis]
-            yield name, channels, _lives(self.weights_of[name], axis), known
+            of_axis = [reading for reading in self.readings.get(name, []) if reading.axis == axis]
+            yield name, channels, _nonzero(self.weights_of[name], axis), of_axis
 
-    def _bury(self, channels: Tensor, reason: str) -> None:
+    def _remove(self, channels: Tensor, reason: str) -> None:
+        """Set the weights of these channels to zero, and count what is removed for a reason."""
         if reason in ("folded", "merged"):
             self._fold(channels)
         self.places.clear_readers(self.weights_of, channels)
         self.places.clear_givers(self.weights_of, channels)
         self.gone |= channels
-        self.reasons = [reason if dies else old for old, dies in zip(self.reasons, channels.tolist(), strict=True)]
+        flags = channels.tolist()
+        self.reasons = [reason if removed else old for old, removed in zip(self.reasons, flags, strict=True)]
         left = self._count()
         self.weights[reason] += self.left - left
         self.left = left
@@ -323,108 +331,111 @@ class _Search:
         return sum(int(weight.count_nonzero()) for weight in self.weights_of.values())
 
     def _fold(self, channels: Tensor) -> None:
-        """Add what constant channels give to their readers' biases, of those that can take it."""
-        for name, axis, at in self.places.readers:
-            where = (channels[at] & (at >= 0)).nonzero().reshape(-1).to(self.weights_of[name].device)
-            if len(where) and name in self.homes and self.readings[name][0].bare:
-                weight = self.weights_of[name].index_select(axis, where).movedim(axis, 0).double()
-                values = self.readings[name][0].values[where]
+        """Add the values of constant channels to the biases of their readers, except of readers that pad."""
+        for name, axis, channel_of in self.places.readers:
+            device = self.weights_of[name].device
+            indices = (channels[channel_of] & (channel_of >= 0)).nonzero().reshape(-1).to(device)
+            if len(indices) and name in self.targets and self.readings[name][0].bare:
+                weight = self.weights_of[name].index_select(axis, indices).movedim(axis, 0).double()
+                values = self.readings[name][0].values[indices]
                 self._add(name, torch.tensordot(values, weight.reshape(*weight.shape[:2], -1).sum(dim=2), dims=1))
 
     def _merge(self, candidates: Tensor) -> Tensor:
-        """Let one constant channel of each space speak for others to the readers that pad; which can go now."""
+        """Let one constant channel of each space replace others for the readers that pad; return the others."""
         merged = torch.zeros_like(candidates)
         padding = [_Padding.of(*reader, self) for reader in self.places.readers if self._pads(reader[0])]
         for reader in padding:
             candidates = candidates & ~reader.several
-        for here in torch.split(torch.arange(len(candidates)), self.units.sizes):
-            some = here[candidates[here]]
-            if len(some) > 1:
-                values, lives = (torch.stack([getattr(r, what)[some] for r in padding]) for what in ("values", "lives"))
-                needed = values[lives.any(dim=1)].abs()
+        for space in torch.split(torch.arange(len(candidates)), self.units.sizes):
+            channels = space[candidates[space]]
+            if len(channels) > 1:
+                values = torch.stack([reader.values[channels] for reader in padding])
+                used = torch.stack([reader.used[channels] for reader in padding])
+                needed = values[used.any(dim=1)].abs()
                 best = int(((needed > 0).sum(dim=0) + needed.amin(dim=0).clamp(max=0.5)).argmax())
-                goes = (~lives | (values[:, best : best + 1] != 0)).all(dim=0)
-                goes[best] = False
+                replaced = (~used | (values[:, best : best + 1] != 0)).all(dim=0)
+                replaced[best] = False
                 for reader in padding:
-                    reader.lend(some[goes], some[best])
-                merged[some[goes]] = True
+                    reader.merge(channels[replaced], channels[best])
+                merged[channels[replaced]] = True
         return merged
 
     def _pads(self, name: str) -> bool:
-        return name in self.homes and not self.readings[name][0].bare
+        return name in self.targets and not self.readings[name][0].bare
 
-    def _add(self, name: str, gift: Tensor) -> None:
-        """Add to what a weight gives, on every position."""
-        if not bool(gift.any()):
+    def _add(self, name: str, constant: Tensor) -> None:
+        """Add a constant to a weight's output at every position."""
+        if not bool(constant.any()):
             return
-        home = self.homes[name]
-        owner, _, attribute = home.rpartition(".")
+        target = self.targets[name]
+        owner, _, attribute = target.rpartition(".")
         module = self.model.get_submodule(owner)
-        target = getattr(module, attribute)
-        if target is None:
+        tensor = getattr(module, attribute)
+        if tensor is None:
             weight = self.weights_of[name]
-            target = nn.Parameter(torch.zeros(len(gift), dtype=weight.dtype, device=weight.device))
-            target.requires_grad_(dict(named_tensors(self.model))[name].requires_grad)
-            setattr(module, attribute, target)
-            self.biases.append(home)
+            tensor = nn.Parameter(torch.zeros(len(constant), dtype=weight.dtype, device=weight.device))
+            tensor.requires_grad_(dict(named_tensors(self.model))[name].requires_grad)
+            setattr(module, attribute, tensor)
+            self.biases.append(target)
         with torch.no_grad():
-            target.copy_(target.double() + (-gift if attribute == "running_mean" else gift))
+            tensor.copy_(tensor.double() + (-constant if attribute == "running_mean" else constant))
 
-    def _home(self, name: str, found: list[Reading]) -> str | None:
-        """Where a number can be added to what a weight gives; None if there is no place for it alone."""
+    def _target(self, name: str, of_weight: list[Reading]) -> str | None:
+        """The bias or running mean that can take a constant in a weight's output; None if there is no such tensor."""
         owner, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(owner)
         if (
-            len(found) > 1
+            len(of_weight) > 1
             or not isinstance(module, _LAYERS)
             or attribute != "weight"
             or not self._is_single(module.weight)
         ):
             return None
         if module.bias is None:
-            return found[0].norm or (f"{owner}.bias".lstrip(".") if type(module) in _LAYERS else None)
+            return of_weight[0].norm or (f"{owner}.bias".lstrip(".") if type(module) in _LAYERS else None)
         return f"{owner}.bias".lstrip(".") if self._is_single(module.bias) else None
 
     def _is_single(self, parameter: Tensor) -> bool:
+        """Whether a parameter has one owner only."""
         return sum(p is parameter for _, p in self.model.named_parameters(remove_duplicate=False)) == 1
 
 
 @dataclass(frozen=True)
 class _Padding:
-    """A weight that pads what it reads, by the channels of all spaces."""
+    """A weight that pads its input; the tensors have one entry for each channel of all spaces."""
 
     weight: Tensor
     axis: int
-    index: Tensor  # where it reads a channel, -1 for nowhere
-    several: Tensor  # whether it reads it at several places
+    index: Tensor  # the index along the axis at which it reads a channel, -1 for none
+    several: Tensor  # whether it reads a channel at several indices
     values: Tensor  # the constant that it reads, 0 for none
-    lives: Tensor  # whether its weights there are something but zeros
+    used: Tensor  # whether its weights for a channel aren't all zero
 
     @classmethod
-    def of(cls, name: str, axis: int, at: Tensor, search: _Search) -> Self:
-        """A reader as it is now."""
+    def of(cls, name: str, axis: int, channel_of: Tensor, search: _Search) -> Self:
+        """A reader in the current state of the search."""
         weight, reading, count = search.weights_of[name], search.readings[name][0], search.places.count
-        places = (at >= 0).nonzero().reshape(-1)
+        places = (channel_of >= 0).nonzero().reshape(-1)
         index = torch.full((count,), -1)
-        index[at[places]] = places
+        index[channel_of[places]] = places
         constants = torch.where(reading.constant, reading.values, 0.0).cpu()
-        lives = torch.zeros(count, dtype=torch.bool)
-        lives[at[places[_lives(weight, axis)[places]]]] = True
-        several = torch.bincount(at[places], minlength=count) > 1
-        return cls(weight, axis, index, several, torch.where(index >= 0, constants[index], 0.0), lives)
+        used = torch.zeros(count, dtype=torch.bool)
+        used[channel_of[places[_nonzero(weight, axis)[places]]]] = True
+        several = torch.bincount(channel_of[places], minlength=count) > 1
+        return cls(weight, axis, index, several, torch.where(index >= 0, constants[index], 0.0), used)
 
-    def lend(self, others: Tensor, carrier: Tensor) -> None:
-        """Add to the weights of one channel those of others, times their share of its constant."""
-        others = others[self.lives[others]]
+    def merge(self, others: Tensor, carrier: Tensor) -> None:
+        """Add the weights of other channels to those of the carrier, times the ratio of their constants."""
+        others = others[self.used[others]]
         if len(others):
-            shares = (self.values[others] / self.values[carrier]).to(self.weight.device)
+            ratios = (self.values[others] / self.values[carrier]).to(self.weight.device)
             weights = self.weight.index_select(self.axis, self.index[others].to(self.weight.device))
-            gift = torch.tensordot(shares, weights.movedim(self.axis, 0).double(), dims=1)
+            added = torch.tensordot(ratios, weights.movedim(self.axis, 0).double(), dims=1)
             own = self.weight.select(self.axis, int(self.index[carrier]))
-            own.copy_(own.double() + gift)
+            own.copy_(own.double() + added)
 
 
-def _lives(weight: Tensor, axis: int) -> Tensor:
-    """Which indices of an axis hold something but zeros."""
+def _nonzero(weight: Tensor, axis: int) -> Tensor:
+    """Which indices of an axis have a weight that isn't zero."""
     others = [other for other in range(weight.ndim) if other != axis]
     return (weight != 0).any(dim=others).cpu()

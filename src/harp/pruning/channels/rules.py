@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from harp.channels.labels import alike, along, core, cores, first, still, tidy, varying
-from harp.channels.operations import (
+from harp.errors import ModelError
+from harp.pruning.channels.labelled_run import Records
+from harp.pruning.channels.labels import alike, along, core, cores, first, still, tidy, varying
+from harp.pruning.channels.operations import (
     ATTENTION,
     BATCH_NORMS,
     CREATES,
@@ -23,9 +25,7 @@ from harp.channels.operations import (
     SPLITS,
     aten,
 )
-from harp.channels.records import Records
-from harp.channels.traces import Use
-from harp.errors import ModelError
+from harp.pruning.channels.traces import Use
 
 
 class Rules(Records):

@@ -1,4 +1,4 @@
-"""Where in a model something happened: the line of its own code, or the layer if all of the code is PyTorch's."""
+"""The place in a model where something happens: the line of its own code, or the layer if all code is PyTorch's."""
 
 import os
 import sys
@@ -11,11 +11,11 @@ from torch import nn
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _HERE = str(Path(__file__).parent) + os.sep
-_LAYERS = str(Path(__file__).parent / "attention.py")  # a part of models, though it lies here
+_LAYERS = str(Path(__file__).parent / "attention.py")  # belongs to models, though it is in this folder
 
 
 def running(model: nn.Module) -> str:
-    """The place that is being run."""
+    """The place that is being executed."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
@@ -23,20 +23,20 @@ def running(model: nn.Module) -> str:
 
 
 def failing(model: nn.Module, error: BaseException) -> str:
-    """The place where an error came from."""
-    frames = list(_through(error.__traceback__))
+    """The place that raised an error."""
+    frames = list(_frames(error.__traceback__))
     outer = max((number for number, (frame, _) in enumerate(frames) if _is_ours(frame)), default=-1)
     return _place(model, reversed(frames[outer + 1 :]))
 
 
 def _below(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Frames from the inside out, until our own code."""
+    """The frames from the innermost outwards, up to HARP's own code."""
     while frame is not None and not _is_ours(frame):
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
-def _through(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     while trace is not None:
         yield trace.tb_frame, trace.tb_lineno
         trace = trace.tb_next

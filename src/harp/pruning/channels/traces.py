@@ -1,4 +1,4 @@
-"""What following a model's channels has shown: where channels lie, and which weights read and give them."""
+"""The trace of a model's channels: their positions in tensors, and the weights that read and compute them."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from harp.channels.atoms import Atoms
+from harp.pruning.channels.atoms import Atoms
 
 
 @dataclass(frozen=True)
@@ -16,31 +16,33 @@ class Site:
     name: str
     axis: int
     atoms: Tensor
-    reads: bool = False  # a mixing layer's input side: where masks act
+    reads: bool = False  # the input axis of a layer's weight: where masks act
 
 
 @dataclass(frozen=True)
 class Use:
-    """One application of a weight to one image: what it reads and what it gives, and how often."""
+    """One application of a weight to one image: the atoms that it reads and writes, at a number of positions."""
 
     name: str
     positions: int
-    kernel: int  # weights for each pair of a channel read and one given
-    reads: Tensor | None  # None: grouped, every output reads a fixed number
+    kernel: int  # weights for each pair of a channel read and a channel written
+    reads: Tensor | None  # None: a grouped convolution, where every output reads a fixed number of channels
     gives: Tensor
     fixed: int = 1  # channels that each output of a grouped convolution reads
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run has shown."""
+    """The result of tracing a model."""
 
     atoms: Atoms
     sites: list[Site]
     uses: list[Use]
-    computed: list[Use] = field(default_factory=list)  # of weights that are no parameters: they cost, and stay
-    placed: list[tuple[Tensor, str]] = field(default_factory=list)  # atoms whose place counts, and where
-    trains_more: bool = False  # whether layers run in training that don't run otherwise
+    computed: list[Use] = field(
+        default_factory=list
+    )  # of weights that are no parameters: they have a cost, and can't be pruned
+    placed: list[tuple[Tensor, str]] = field(default_factory=list)  # atoms whose position matters, and the operation
+    trains_more: bool = False  # whether some layers run in training only
 
     @cached_property
     def roots(self) -> list[Tensor]:
@@ -48,7 +50,7 @@ class Trace:
         return [self.atoms.find(site.atoms) for site in self.sites]
 
     def shared(self) -> list[bool]:
-        """For each site, whether some of its atoms lie along another axis as well."""
+        """For each site, whether some of its atoms are along another axis as well."""
         counts: Counter[int] = Counter()
         for roots in self.roots:
             counts.update(set(roots.tolist()))

@@ -13,17 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from harp.channels.cutting import Cut, plan
-from harp.channels.latency import NOUN, Latency, measure
-from harp.channels.products import TARIFFS
-from harp.channels.running import untouched
-from harp.channels.spaces import Space, Tariff, Whole, spaces, tariff
-from harp.channels.tracing import trace
-from harp.channels.trial import TOLERANCE, Trial, difference, first_line
 from harp.errors import ModelError, RecipeError
-from harp.masks import Masks
-from harp.prunable import check_patterns, limits, matches
-from harp.units import checked_total
+from harp.pruning.channels.cutting import Cut, plan
+from harp.pruning.channels.dry_run import untouched
+from harp.pruning.channels.latency import NOUN, Latency, measure
+from harp.pruning.channels.prices import TARIFFS
+from harp.pruning.channels.spaces import Space, Tariff, Whole, spaces, tariff
+from harp.pruning.channels.tracing import trace
+from harp.pruning.channels.verify import TOLERANCE, Trial, difference, first_line
+from harp.pruning.masks import Masks
+from harp.pruning.prunable import check_patterns, limits, matches
+from harp.pruning.units import checked_total
 
 logger = logging.getLogger("harp")
 _Floats = npt.NDArray[np.float64]
@@ -36,6 +36,7 @@ class Channels:
     what can't be pruned safely is left whole: `whole` says what, and why.
 
     Arguments:
+        model: any `nn.Module` whose graph can be followed.
         example: one or two images of the kind to come.
         budget: what `keep` is a share of: `flops` (as the paper counts them), `macs`, `parameters` or `memory`; or
             `latency`, the time for one image, measured now; or times that were measured before.
@@ -43,6 +44,11 @@ class Channels:
         minimum, maximum: per pattern of a reading weight, the share of its channels that must / may be kept.
         multiple: keep a multiple of so many channels of each space, as some hardware wants it; or all.
         whole_ends: leave what the first weight gives and what the last one reads as they are.
+
+    Example:
+        units = harp.Channels(model, images[:2], budget="flops")
+        pruner = harp.Magnitude(units, keep=0.5)
+        small = units.slim(model, pruner.finish())
     """
 
     kind = "channels"

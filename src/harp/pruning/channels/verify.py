@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.channels import lines
-from harp.channels.cutting import plan
-from harp.channels.running import tensors_of, training, untouched
-from harp.channels.spaces import Space, Whole
-from harp.channels.traces import Trace
 from harp.errors import ModelError
+from harp.pruning.channels import source_lines
+from harp.pruning.channels.cutting import plan
+from harp.pruning.channels.dry_run import tensors_of, training, untouched
+from harp.pruning.channels.spaces import Space, Whole
+from harp.pruning.channels.traces import Trace
 
 TOLERANCE = 1e-4  # relative to the largest entry, in 32 bit and through many layers
 
@@ -128,7 +128,7 @@ class Trial:
                     if self.trace.trains_more and number == 0:
                         self._ask(self.model, in_training=True)
             except Exception as error:  # forward may do anything
-                return f"{lines.failing(self.model, error)}: {first_line(error)}"
+                return f"{source_lines.failing(self.model, error)}: {first_line(error)}"
             with masked(self.model, self.trace, dead):
                 expected = self._ask(self.model)
             if not difference(answer, expected) <= TOLERANCE:

@@ -1,7 +1,7 @@
 """Images standardised one by one, and an attack that they cripple: how some results were measured.
 
-The code of ANP-VS (see `harp.pruners.anp`) standardises every image and then clips the attacked one to [0, 1]. Most of
-a standardised image is outside, so that the attack loses its say over those pixels, and ε is measured in another unit.
+The code of ANP-VS (see `harp.pruning.methods.anp`) standardises every image and then clips the attacked one to
+[0, 1]. Most of a standardised image is outside, so the attack can't move those pixels, and ε is in another unit.
 To show what that hides, compare `CrippledPgd` on `standardise(x)` with an honest attack on `Standardised(model)`.
 """
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Ball, ascend, step_size
-from harp.frozen import frozen
+from harp.attacks.fast_forward import frozen
 
 
 def standardise(x: Tensor) -> Tensor:

@@ -30,11 +30,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.masks import Masks
-from harp.pruners.base import Layout, Phase, Plan, Pruner, largest
-from harp.units import Units
+from harp.pruning.allocation import allocate
+from harp.pruning.masks import Masks
+from harp.pruning.methods.base import Layout, Phase, Plan, Pruner, largest
+from harp.pruning.papers import Criterion, Paper, Taxonomy
+from harp.pruning.units import Units
 
 AUTHORS_PERIOD = 20
 
@@ -43,12 +44,28 @@ class Admm(Pruner):
     """R-ADMM: pull the weights towards sparse ones while all of them train, and cut at the end.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many units each layer keeps.
         rho: how hard the pull is at first.
         rho_growth: the factor of `rho` at every update; 1: it stays.
         period: epochs between updates of the sparse copy; None: a tenth of the training (the authors' 20 if unknown).
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Admm(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "R-ADMM"
+    paper = Paper(
+        "Adversarial Robustness vs. Model Compression, or Both?",
+        ("Ye", "Xu", "Liu", "Cheng", "Lambrechts", "Zhang", "Zhou", "Ma", "Wang", "Lin"),
+        "ICCV",
+        2019,
+        "https://arxiv.org/abs/1903.12561",
+    )
+    taxonomy = Taxonomy(Criterion.SOLVER)
     # HARP's comparison: 100/100/100 epochs, its fork's settings: 0.01 and decay 1e-4 in both later stages, a tenth of
     # that after 80 epochs of retraining. The fork warms up for 15 epochs and updates every 30; here the updates are the
     # authors' ten (every 20 of 200 epochs), with which `sawtooth` is in step.

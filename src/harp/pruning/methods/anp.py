@@ -9,7 +9,7 @@ channels of convolutions, before their batch norms, and on the inputs of linear 
     a unit is pruned   if E[π] is at most 0.001
 
 Departures from the authors' code:
-- x̃ comes from the training's own attack on images in [0, 1]; theirs is crippled, see `harp.standardised`. The option
+- x̃ comes from the training's own attack on images in [0, 1]; theirs is crippled, see `_standardised.py`. The option
   `standardised` does as they do, to show it. The network then expects standardised images: accuracies that a run
   measures on plain ones mean nothing.
 - The clean and the attacked pass share their z. They draw anew, so that VS is mostly the noise of the masks.
@@ -29,24 +29,26 @@ Departures from the authors' code:
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from harp import masks as mask_ops
-from harp.allocate import uniform
-from harp.attacks import check_number
+from harp.attacks import Attack, check_number
 from harp.errors import ModelError, RecipeError
-from harp.masks import Masks
-from harp.pruners.base import Objective, ParameterGroup, Plan, Pruner
-from harp.pruners.beta_bernoulli import Gate
-from harp.standardised import CrippledPgd, standardise
-from harp.units import Units
+from harp.models.modes import Logits
+from harp.pruning import masks as mask_ops
+from harp.pruning.allocation import uniform
+from harp.pruning.masks import Masks
+from harp.pruning.methods._standardised import CrippledPgd, standardise
+from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner
+from harp.pruning.methods.beta_bernoulli import Gate
+from harp.pruning.papers import Criterion, Locality, Paper, Structure, Taxonomy
+from harp.pruning.units import Units
 
 IMAGES = 50_000  # the authors' N, where the training's is not known
 
@@ -54,10 +56,25 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Softplus, nn.Tanh)
 
 
+@runtime_checkable
+class _PgdSettings(Protocol):
+    """An objective that says what its attack is like."""
+
+    @property
+    def epsilon(self) -> float: ...
+    @property
+    def step(self) -> float | None: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def norm(self) -> str: ...
+
+
 class AnpVs(Pruner):
     """Learn channel masks by variational dropout on attacked images, and suppress the vulnerability of features.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
         keep: the share of weights to keep; None: what the learned masks leave.
         beta: weight of the masks' KL divergence.
         vulnerability: weight of VS.
@@ -66,8 +83,22 @@ class AnpVs(Pruner):
         mask_lr: the masks' learning rate; None: the weights'. A step of Adam moves a and b by about as much, and the
             threshold is some nine away from the start: in a training of few steps the masks need a higher rate.
         standardised: train as the authors' code does, on standardised images with the crippled attack.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.AnpVs(units, keep=0.1)
+        harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 
+    title = "ANP-VS"
+    paper = Paper(
+        "Adversarial Neural Pruning with Latent Vulnerability Suppression",
+        ("Madaan", "Shin", "Hwang"),
+        "ICML",
+        2020,
+        "https://arxiv.org/abs/1908.04355",
+    )
+    taxonomy = Taxonomy(Criterion.SCORE, Locality.GLOBAL, structure=Structure.CHANNELS)
     granular = True
     remembered = (*Pruner.remembered, "folded", "step", "images")
 
@@ -128,14 +159,14 @@ class AnpVs(Pruner):
         """The gated layers by number."""
         return ((int(key), gate) for key, gate in self.gates.items() if isinstance(gate, Gate))
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """The two losses, at the images that the objective's attack finds."""
-        needed = ("epsilon", "step", "steps", "norm") if self.standardised else ("attack",)
-        if not all(hasattr(objective, name) for name in needed):
-            raise ModelError(
-                "AnpVs has losses of its own at attacked images: use harp.fit with an objective that attacks"
-            )
-        return _Losses(self, objective)
+        if self.standardised and isinstance(objective, _PgdSettings):
+            attack = CrippledPgd(objective.epsilon, objective.step, objective.steps, objective.norm)
+            return _Losses(self, attack)
+        if not self.standardised and isinstance(objective, AttackingLoss):
+            return _Losses(self, objective.attack)
+        raise ModelError("AnpVs has losses of its own at attacked images: use harp.fit with an objective that attacks")
 
     def trainable(self) -> list[ParameterGroup]:
         """The model, and the masks with a rate of their own. Momentum and decay are no part of Adam's step."""
@@ -284,8 +315,8 @@ class AnpVs(Pruner):
 class _Losses:
     """The masks' loss and the weights' as one: its gradients are those that each has alone."""
 
-    def __init__(self, pruner: AnpVs, objective: Any) -> None:
-        self.pruner, self.objective = pruner, objective
+    def __init__(self, pruner: AnpVs, attack: Attack) -> None:
+        self.pruner, self.attack = pruner, attack
         inside = list(pruner.units.model.modules())
         last = len(pruner.units.names) - 1
         found = {i: pruner.owners(i) for i, _ in pruner.layers()}
@@ -293,14 +324,12 @@ class _Losses:
         gated = [m for i, gate in pruner.layers() if gate.dimensions for m in found[i]]
         self.watched: list[nn.Module] = [*([m for m in inside if isinstance(m, _ACTIVATIONS)] or gated), *linear]
 
-    def __call__(
-        self, model: nn.Module, x: Tensor, y: Tensor, forward: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """The weights' loss; through a term of no value the masks get their own gradient."""
         forward = forward or model
         self.pruner._seen += len(x)
-        x_adv = self.attack(model, x, y)
         x = standardise(x) if self.pruner.standardised else x
+        x_adv = self.attack(model, x, y)
         gates = [gate for _, gate in self.pruner.layers()]
         try:
             for gate in gates:
@@ -327,14 +356,6 @@ class _Losses:
         shifts = [(h_adv - h).abs().mean() for h_adv, h in zip(attacked, features, strict=True)]
         shift = torch.stack(shifts).mean() if shifts else 0.0
         return (clean + 2 * adversarial) / 3 + self.pruner.vulnerability * shift + (pull - pull.detach())
-
-    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The attacked images, standardised ones if the network takes those."""
-        if not self.pruner.standardised:
-            attacked: Tensor = self.objective.attack(model, x, y)
-            return attacked
-        threat = self.objective
-        return CrippledPgd(threat.epsilon, threat.step, threat.steps, threat.norm)(model, standardise(x), y)
 
     @contextmanager
     def watch(self) -> Iterator[list[Tensor]]:

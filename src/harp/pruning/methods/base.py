@@ -9,27 +9,138 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harp import masks as mask_ops
 from harp.errors import ModelError, RecipeError
-from harp.masks import Masks, top_k
-from harp.seeds import derive
-from harp.units import Units, exact
+from harp.models.modes import Logits
+from harp.pruning import masks as mask_ops
+from harp.pruning.masks import Masks, top_k
+from harp.pruning.papers import Paper, Taxonomy
+from harp.pruning.units import Units, exact
+from harp.system.seeds import derive
+
+if TYPE_CHECKING:
+    from harp.attacks import Attack
 
 ParameterGroup = dict[str, Any]
-Objective = Callable[..., Tensor]  # (model, x, y, forward=None) -> loss; see `harp.objectives`
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+class Loss(Protocol):
+    """A function of a model and a batch that gives the loss: all that an objective must be."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, /, *, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
+        ...
+
+
+@runtime_checkable
+class AttackingLoss(Protocol):
+    """A loss whose attacked images can be had apart."""
+
+    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The images that the loss is computed at."""
+        ...
+
+
+@runtime_checkable
+class TwoPartLoss(AttackingLoss, Protocol):
+    """A loss in two parts: methods that ask for several losses at the same images attack once."""
+
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The loss at images and their attacked counterparts."""
+        ...
+
+
+class Objective(ABC):
+    """What a training minimises. Only the call is required; each of the other members does nothing by default.
+
+    `harp.fit` also takes a plain function `(model, x, y, forward=None) -> loss`. An objective that keeps something from
+    step to step, sees a batch several times or acts after the backward pass derives from this class.
+
+    Example:
+        class Smoothed(harp.Objective):
+            def __call__(self, model, x, y, forward=None):
+                return torch.nn.functional.cross_entropy((forward or model)(x), y, label_smoothing=0.1)
+    """
+
+    # What it is, for cards and submissions.
+    title: ClassVar[str | None] = None
+    paper: ClassVar[Paper | None] = None
+    taxonomy: ClassVar[str | None] = None  # its words in the Adversarial Pruning Benchmark
+
+    replays: int = 1  # optimiser steps on each batch
+
+    # What is kept from step to step with one row for each image of this process's batch. It is part of a checkpoint,
+    # where the rows of all processes are joined.
+    noise: Tensor | None = None
+
+    @abstractmethod
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
+
+    def begin(self) -> "Objective":
+        """The objective of one training, called once at its start: a fresh one if it keeps something."""
+        return self
+
+    def start_epoch(self) -> None:  # noqa: B027  # a hook
+        """Called before the first step of each epoch, but not when an epoch is resumed."""
+
+    def after_backward(self) -> None:  # noqa: B027  # a hook
+        """Called once an optimiser step, after the gradients of the whole batch are there."""
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint must hold: tensors and plain values, the same in every process."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # a hook
+        """Take back what `state` gave."""
+
+    def judge(self) -> "Attack | None":
+        """The attack that held-out images are judged by; None: they are judged as they are."""
+        return None
+
+
+class PlainObjective(Objective):
+    """An objective that is a function and no more."""
+
+    def __init__(self, function: Loss) -> None:
+        self.function = function
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """What the function gives."""
+        return self.function(model, x, y, forward=forward)
+
+
+def as_objective(loss: Objective | Loss) -> Objective:
+    """An objective, which a plain function is made into."""
+    if isinstance(loss, Objective):
+        return loss
+    hooks = [name for name in ("begin", "replays", "start_epoch", "after_backward", "noise") if hasattr(loss, name)]
+    if hooks:  # it would be ignored
+        raise ModelError(f"{type(loss).__name__} has {hooks[0]!r}, so it must be derived from harp.Objective")
+    return PlainObjective(loss)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """The training that lies ahead, for methods that pace themselves by it."""
+    """The training that lies ahead, for methods that pace themselves by it.
+
+    Arguments:
+        epochs: of the training.
+        steps: optimiser steps an epoch.
+        lr, momentum, weight_decay: of the optimiser.
+        shape: the learning rate's factor as a function of progress from 0 to 1.
+
+    Example:
+        plan = harp.Plan(epochs=20, steps=100, lr=0.1)
+        harp.Harp(units, keep=0.1).start(plan)
+    """
 
     epochs: int
     steps: int  # optimiser steps an epoch
@@ -69,14 +180,32 @@ class Pruner(nn.Module):
 
     A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget in the
     units' own measure. One that draws at random takes a `seed` too, which a recipe supplies.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        total: the integer budget: what `units.total(keep)` gives.
+        seed: of what is drawn at random.
+
+    Example:
+        class Smallest(harp.Pruner):
+            def __init__(self, units, keep):
+                super().__init__(units, units.total(keep))
+
+            def masks(self):
+                return harp.GlobalMagnitude(self.units, self.total / self.units.size).masks()
     """
+
+    # What a method is. A subclass is another method, so it inherits none of these.
+    title: ClassVar[str | None] = None  # what texts call it; None: its name in the table
+    paper: ClassVar[Paper | None] = None
+    taxonomy: ClassVar[Taxonomy | None] = None  # its place in the Adversarial Pruning Benchmark
+    same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
     # How a method's stages are laid out when methods are compared under one recipe.
     from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
     passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
     finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
     layout: ClassVar[Layout] = Layout()  # the stages of its paper, for comparisons by the protocol `paper`
-    same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
 
     revision: ClassVar[int] = 1  # part of its stages' hashes: raise it when the same options give another result
 
@@ -84,6 +213,12 @@ class Pruner(nn.Module):
 
     # Plain attributes that `state_dict` must hold beside tensors.
     remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("title", "paper", "taxonomy", "same_as"):
+            if name not in vars(cls):
+                setattr(cls, name, None)
 
     def __init__(self, units: Units, total: int, seed: int = 0) -> None:
         super().__init__()
@@ -102,7 +237,7 @@ class Pruner(nn.Module):
         # the first ones of this.
         units.model.zero_grad()
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """What is minimised, given the objective of the training; most methods leave it alone."""
         return objective
 
@@ -250,14 +385,31 @@ class Pruner(nn.Module):
 
 
 class Dense(Pruner):
-    """Train all weights, prune none."""
+    """Train all weights, prune none.
+
+    Arguments:
+        units: any; nothing of them is pruned.
+
+    Example:
+        harp.fit(model, batches, harp.Natural(), harp.Dense(harp.Weights(model)), epochs=1)
+    """
 
     def __init__(self, units: Units) -> None:
         super().__init__(units, units.size)
 
 
 class Fixed(Pruner):
-    """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser."""
+    """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        masks: what stays, by parameter: those of a pruner, or from `harp.load_masks`.
+        seed: of what is drawn at random.
+
+    Example:
+        masks = harp.Magnitude(units, keep=0.1).masks()
+        harp.fit(model, batches, harp.Natural(), harp.Fixed(units, masks), epochs=1, lr=0.01)
+    """
 
     def __init__(self, units: Units, masks: Mapping[str, Tensor], seed: int = 0) -> None:
         super().__init__(units, _spent(units, masks), seed)
@@ -292,7 +444,17 @@ class Fixed(Pruner):
 
 
 class Dynamic(Fixed):
-    """Train sparse from the first step, under masks that move: the base of dynamic sparse training."""
+    """Train sparse from the first step, under masks that move: the base of dynamic sparse training.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        masks: those to start from, by parameter.
+        seed: of what is drawn at random.
+
+    Example:
+        pruner = harp.Dynamic(units, harp.Random(units, keep=0.1).masks())
+        pruner.move(harp.Random(units, keep=0.1, seed=1).masks())
+    """
 
     from_scratch = True
 
@@ -317,6 +479,30 @@ class Latent(Pruner, ABC):
     and how the gradient on a mask reaches what it learns (`pull`). Norms' affine parameters are trained along, as in
     the authors' code (only scores and quotas are variables in the papers' formulas), save for those that came frozen;
     biases and weights are frozen.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+
+    Example:
+        class Scores(harp.Latent):
+            def __init__(self, units, keep):
+                super().__init__(units, keep)
+                self.scores = torch.nn.ParameterList(torch.nn.Parameter(s) for s in units.strength(units.weights, 1))
+
+            def current(self):
+                ranked = torch.cat([s.detach().flatten() for s in self.scores]).sort(descending=True).values
+                return self.units.expand([s.detach() >= ranked[self.total - 1] for s in self.scores])
+
+            def masks(self):
+                return self.current()
+
+            def pull(self, gradients):
+                for score, gradient in zip(self.scores, gradients, strict=True):
+                    score.grad = gradient
+
+            def latents(self):
+                return [{"params": list(self.scores)}]
     """
 
     dense: nn.ParameterList
@@ -392,7 +578,7 @@ def _nothing() -> None:
     """Stand in for a method that a module does not have."""
 
 
-def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
     """The loss of somebody's own loop, which is not known here."""
     raise NotImplementedError
 

@@ -36,12 +36,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harp.allocate import allocate
-from harp.apportion import best
 from harp.errors import BudgetError, RecipeError
-from harp.masks import Masks, top_k
-from harp.pruners.base import Layout, ParameterGroup, Phase, Plan, Pruner, random_masks
-from harp.units import Units
+from harp.pruning.allocation import allocate
+from harp.pruning.masks import Masks, top_k
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, random_masks
+from harp.pruning.papers import Criterion, Paper, Taxonomy
+from harp.pruning.rounding import best
+from harp.pruning.units import Units
 
 PAPER_RATE = 0.1  # the learning rate where no optimiser is known
 
@@ -57,12 +58,29 @@ class BcsP(Pruner):
     """BCS-P: train sparse from random weights; dead connections are replaced by random ones.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: BCS-P + LAMP: the counts to start from and to draw replacements by; None: the authors' start and n_l.
         noise: the standard deviation of the noise on active connections, times the learning rate.
         decay: the share of θ that is lost in every step, scaled by the learning rate's schedule only.
         new: θ of a new connection.
+        seed: of what is drawn at random.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.BcsP(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "BCS-P"
+    paper = Paper(
+        "Training Adversarially Robust Sparse Networks via Bayesian Connectivity Sampling",
+        ("Özdenizci", "Legenstein"),
+        "ICML",
+        2021,
+        "https://proceedings.mlr.press/v139/ozdenizci21a/ozdenizci21a.pdf",
+    )
+    taxonomy = Taxonomy(Criterion.SAMPLING, strategy="global")
     from_scratch = True
     granular = True
     # The authors' code: 200 epochs from 0.1, a tenth at 50 % and 75 %; the decay of θ is an option of its own.

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from harp.processes.noise import common, uniform
+from harp.system.distributed.shared_noise import common, uniform
 
 ALPHA = 1e-4
 EULER = 0.577215664901532

@@ -33,30 +33,48 @@ Masks move before an epoch is validated, so that early epochs are judged without
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.allocate import READS_WEIGHTS, allocate
 from harp.errors import RecipeError
-from harp.masks import top_k
-from harp.pruners.base import Dynamic, Layout, Objective, Phase, Plan, random_masks
-from harp.schedules import cosine
-from harp.units import Units
+from harp.models.modes import Logits
+from harp.pruning.allocation import READS_WEIGHTS, allocate
+from harp.pruning.masks import top_k
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, random_masks
+from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
+from harp.pruning.schedules import cosine
+from harp.pruning.units import Units
 
 
 class Dnr(Dynamic):
     """DNR: train sparse under a hybrid loss, rewire by momentum; reconstructed from the publication.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many weights each layer has at first.
         prune_rate: the share of each layer's weights that the first rewirings move; it falls to 0 over the training.
         clean_weight: the share of the clean images' cross entropy in the loss.
         pull: how hard the weights that are about to be dropped are pulled to zero at first; 0: not at all.
+        seed: of what is drawn at random.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Dnr(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "DNR"
+    paper = Paper(
+        "DNR: A Tunable Robust Pruning Framework Through Dynamic Network Rewiring of DNNs",
+        ("Kundu", "Nazemi", "Beerel", "Pedram"),
+        "ASP-DAC",
+        2021,
+        "https://arxiv.org/abs/2011.03083",
+    )
+    taxonomy = Taxonomy(Criterion.SCORE, Locality.GLOBAL)
     granular = True
     # HARP's comparison: 200 epochs. The training code is not public: that the rate falls in steps is from memory, where
     # is our guess.
@@ -86,7 +104,7 @@ class Dnr(Dynamic):
         self.epoch = 0
         self._epochs: int | None = None
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """The objective, mixed with the cross entropy of the clean images."""
         return Hybrid(objective, self.clean_weight) if self.clean_weight else objective
 
@@ -165,10 +183,10 @@ class Dnr(Dynamic):
 class Hybrid:
     """An objective mixed with the cross entropy of the clean images."""
 
-    objective: Objective
+    objective: Loss
     clean_weight: float
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """The loss of a batch."""
         robust = self.objective(model, x, y, forward=forward)
         clean = F.cross_entropy((forward or model)(x), y)

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harp.allocate import READS_WEIGHTS, allocate
 from harp.errors import RecipeError
-from harp.frozen import Logits
-from harp.masks import Masks, at_random, kept, top_k
-from harp.pruners.base import Dynamic, Layout, Objective, Phase, Plan, random_masks
-from harp.units import Units
+from harp.models.modes import Logits
+from harp.pruning.allocation import READS_WEIGHTS, allocate
+from harp.pruning.masks import Masks, at_random, kept, top_k
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, random_masks
+from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
+from harp.pruning.units import Units
 
 PAPER_STEPS = 200 * 352  # the training where none is known
 PAPER_INTERVAL = 900
@@ -49,11 +50,28 @@ class FlyingBird(Dynamic):
     """Flying Bird: train sparse from random weights; the smallest weights move to random places.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many weights each layer keeps.
         death_rate: the share of a layer's weights that the first move drops; it falls along half a cosine.
         interval: optimiser steps between moves, a third more in the second half; None: 900 of 70 400, scaled.
+        seed: of what is drawn at random.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.FlyingBird(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "Flying Bird"
+    paper = Paper(
+        "Sparsity Winning Twice: Better Robust Generalization from More Efficient Training",
+        ("Chen", "Zhang", "Wang", "Balachandra", "Ma", "Wang", "Wang"),
+        "ICLR",
+        2022,
+        "https://arxiv.org/abs/2202.09844",
+    )
+    taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
     granular = True
     # The authors' code: 200 epochs from 0.1, a tenth at 100 and 150, decay 5e-4.
     layout = Layout(prune=Phase(200, lr=0.1, weight_decay=5e-4, schedule="steps"))
@@ -135,12 +153,22 @@ class FlyingBirdPlus(FlyingBird):
     """Flying Bird+: also prunes when the robust gap widens, and grows when validation gets worse.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        strategy, death_rate, interval: as for `FlyingBird`.
         prune_ratio: how much more a move drops, relative to what it drops anyway.
         growth_ratio: how much more a move regrows, relative to what it drops.
         most: the most live weights of a layer, relative to what it keeps in the end.
         window: the epochs that are looked back at.
+        seed: of what is drawn at random.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.FlyingBirdPlus(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title, paper, taxonomy = "Flying Bird+", FlyingBird.paper, FlyingBird.taxonomy
     remembered = (*FlyingBird.remembered, "gaps", "validated")
     answers: Tensor
 
@@ -172,7 +200,7 @@ class FlyingBirdPlus(FlyingBird):
         # Right answers and all answers of the epoch's training.
         self.register_buffer("answers", torch.zeros(2, dtype=torch.int64, device=units.weights[0].device))
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """The objective, its right answers counted on the way."""
         return Counted(objective, self)
 
@@ -233,7 +261,7 @@ class FlyingBirdPlus(FlyingBird):
 class Counted:
     """An objective that counts the right answers of the loss pass: at its last forward call, the attacked images."""
 
-    objective: Objective
+    objective: Loss
     pruner: FlyingBirdPlus
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:

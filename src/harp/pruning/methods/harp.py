@@ -26,8 +26,8 @@ by default four things differ, the rest is the same:
                     v = -mean of ∂L/∂ŵ · w over pruned weights of filters that live: a kept weight says nothing about
                     keeping more, and a dead filter nothing at all
     first quotas    the rates of a strategy that keeps every layer alive, at the target
-    scores          chosen among weights that lie on a way through the network (`harp.paths`); a step moves a layer's
-                    scores by at most their own norm times the learning rate
+    scores          chosen among weights that lie on a way through the network (`connectivity.py`); a step moves a
+                    layer's scores by at most their own norm times the learning rate
 
 What else was tried, and what each of these is worth, is in `benchmarks/README.md`.
 
@@ -48,14 +48,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.allocate import allocate
-from harp.apportion import nearest
 from harp.errors import ModelError, RecipeError
-from harp.masks import Masks, top_k
-from harp.paths import Paths, prefer
-from harp.pruners.base import ParameterGroup, Plan
-from harp.pruners.hydra import Hydra
-from harp.units import Units
+from harp.pruning.allocation import allocate
+from harp.pruning.connectivity import Paths, prefer
+from harp.pruning.masks import Masks, top_k
+from harp.pruning.methods.base import ParameterGroup, Plan
+from harp.pruning.methods.hydra import Hydra
+from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
+from harp.pruning.rounding import nearest
+from harp.pruning.units import Units
 
 logger = logging.getLogger("harp")
 
@@ -70,6 +71,8 @@ class Harp(Hydra):
     """Learn scores and rates together.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         initial_strategy: the strategy that the rates start from; None: `blend`, or `uniform` as published.
         published: the paper's letter, see the top of this file.
         start: how many times the budget is kept at first; the whole network at most.
@@ -79,8 +82,22 @@ class Harp(Hydra):
         gamma_step: published only: how much γ grows an epoch; None: the paper's, 0.01 for weights, 0.02 for channels.
         quota_lr, quota_momentum, quota_weight_decay: published only: the quotas' own; None: the optimiser's.
         sharpness: the radius of S2AP; 0 is HARP without it.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Harp(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "HARP"
+    paper = Paper(
+        "Holistic Adversarially Robust Pruning",
+        ("Qi Zhao", "Christian Wressnegger"),
+        "ICLR",
+        2023,
+        "https://openreview.net/forum?id=sAJDi9lD06L",
+    )
+    taxonomy = Taxonomy(Criterion.SCORE, Locality.GLOBAL)
     revision = 2
     spread: Tensor
     remembered = (*Hydra.remembered, "step", "epoch", "reached", "gamma", "done", "length", "shift")
@@ -240,7 +257,9 @@ class Harp(Hydra):
             alive = kept.flatten(1).any(dim=1).view(-1, *[1] * (kept.ndim - 1)) if kept.ndim > 1 else True
             pruned = ~kept & alive
             found.append(-(gradient.nan_to_num(0.0, 0.0, 0.0) * pruned).sum() / pruned.sum().clamp_min(1))
-        return torch.stack([value.to(self.quotas) for value in found])
+        # The square must be finite: a mean of v² that is not would hold the quota for good.
+        most = torch.finfo(self.quotas.dtype).max ** 0.5 / 2
+        return torch.stack([value.to(self.quotas) for value in found]).nan_to_num(0.0).clamp(-most, most)
 
     def _follow_budget(self) -> None:
         """Let the rates spend the budget of the moment: it falls from `start` times the target by even factors."""
@@ -300,7 +319,23 @@ class Harp(Hydra):
 
 
 class HarpRates(Harp):
-    """HARP-r, the paper's ablation: rates only. Scores stay where the weights put them: masks nest by magnitude."""
+    """HARP-r, the paper's ablation: rates only. Scores stay where the weights put them: masks nest by magnitude.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        initial_strategy, published, start, reach, initial_rate, gamma_step: as for `Harp`.
+        quota_lr, quota_momentum, quota_weight_decay: as for `Harp`.
+        sharpness: must be 0, as no scores are learned.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.HarpRates(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
+    """
+
+    title, paper = "HARP-r (rates only)", Harp.paper
+    taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
 
     def learned_scores(self) -> list[nn.Parameter]:
         """None."""
@@ -311,8 +346,20 @@ class HarpScores(Hydra):
     """HARP-S, the paper's ablation: scores only, every layer at the target rate; HYDRA under HARP's training.
 
     The authors' released code never sets its quotas in this mode and so runs at a density of 0.73.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        sharpness: the radius of S2AP; 0 is without it.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.HarpScores(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title, paper = "HARP-S (scores only)", Harp.paper
+    taxonomy = Taxonomy(Criterion.SCORE, Locality.LOCAL)
     same_as = "hydra"
 
     def __init__(self, units: Units, keep: float, sharpness: float = 0.0) -> None:

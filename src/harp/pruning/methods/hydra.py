@@ -22,17 +22,39 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from harp.allocate import allocate
 from harp.errors import RecipeError
-from harp.masks import Masks
-from harp.pruners.base import Latent, Objective, ParameterGroup, largest
-from harp.pruners.s2ap import SharpnessAware
-from harp.units import Units
+from harp.pruning.allocation import allocate
+from harp.pruning.masks import Masks
+from harp.pruning.methods.base import Latent, Loss, ParameterGroup, largest
+from harp.pruning.methods.s2ap import SharpnessAware
+from harp.pruning.papers import Criterion, Paper, Taxonomy
+from harp.pruning.units import Units
 
 
 class Hydra(Latent):
-    """Learn scores; the rates are a strategy's (the paper's: uniform)."""
+    """Learn scores; the rates are a strategy's (the paper's: uniform).
 
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
+        sharpness: the radius of S2AP; 0 is HYDRA as published.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Hydra(units, keep=0.1, strategy="lamp")
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
+    """
+
+    title = "HYDRA"
+    paper = Paper(
+        "HYDRA: Pruning Adversarially Robust Neural Networks",
+        ("Sehwag", "Wang", "Mittal", "Jana"),
+        "NeurIPS",
+        2020,
+        "https://arxiv.org/abs/2002.10509",
+    )
+    taxonomy = Taxonomy(Criterion.SCORE)
     scores: nn.ParameterList
 
     def __init__(
@@ -56,7 +78,7 @@ class Hydra(Latent):
         """The scores."""
         return [{"params": self.learned_scores()}]
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """With S2AP, the loss at the worst scores near the current ones."""
         return SharpnessAware(self, objective) if self.sharpness else objective
 

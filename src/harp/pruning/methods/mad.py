@@ -7,7 +7,7 @@ The weights stand still. For every batch, soft masks m = softplus(u) are optimis
     min_u CE(f_{W⊙m}(x'), y)      20 steps of Adam from m = 1, m in [10⁻⁴, 1]
 
 and the damage D = W ⊙ (1 − m) is measured by the second-order change of the loss that it stands for, with the block
-K-FAC factors of the masked network on the true labels (see `harp.kfac`):
+K-FAC factors of the masked network on the true labels (see `harp.pruning.methods._kfac`):
 
     saliency_ij = ½ G_ii D_ij (D A)_ij       averaged over the batches
 
@@ -36,14 +36,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from harp.allocate import allocate
-from harp.apportion import best, flat
+from harp.attacks import Attack
 from harp.errors import ModelError, RecipeError
-from harp.frozen import frozen
-from harp.kfac import fisher_products
-from harp.masks import Masks, top_k
-from harp.pruners.base import Layout, Objective, ParameterGroup, Phase, Pruner
-from harp.units import Units
+from harp.models.modes import Logits, evaluating
+from harp.pruning.allocation import allocate
+from harp.pruning.masks import Masks, top_k
+from harp.pruning.methods._kfac import fisher_products
+from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner
+from harp.pruning.papers import Criterion, Paper, Taxonomy
+from harp.pruning.rounding import best, flat
+from harp.pruning.units import Units
 
 logger = logging.getLogger("harp")
 
@@ -54,11 +56,27 @@ class Mad(Pruner):
     """Measure the adversarial saliency in one pass over the data, then prune once.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` under a budget of weights.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many weights each layer keeps; None: all layers compete, the last linear one keeps its share.
         mask_steps, mask_lr: the optimisation of a batch's soft masks.
         batches: how many batches to measure; None: all that come.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Mad(units, keep=0.1, mask_steps=2)
+        harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 
+    title = "MAD"
+    paper = Paper(
+        "Masking Adversarial Damage: Finding Adversarial Saliency for Robust and Sparse Network",
+        ("Lee", "Kim", "Ro"),
+        "CVPR",
+        2022,
+        "https://arxiv.org/abs/2204.02738",
+    )
+    taxonomy = Taxonomy(Criterion.SCORE, strategy="global")
     passes = 1
     granular = True
     finetuning: ClassVar[Mapping[str, Any]] = {"name": "mart", "beta": 0.5}
@@ -103,12 +121,11 @@ class Mad(Pruner):
         self.seen = 0
         self._samples = 0
 
-    def wrap(self, objective: Objective) -> Objective:
+    def wrap(self, objective: Loss) -> Loss:
         """Measure on the images that the objective attacks; its loss is not asked for."""
-        attack = getattr(objective, "attack", None)
-        if attack is None:
+        if not isinstance(objective, AttackingLoss):
             raise ModelError("MAD needs an objective with an `attack`, and this loss has none: use harp.fit with such")
-        return partial(self._measure, attack)
+        return partial(self._measure, objective.attack)
 
     def trainable(self) -> list[ParameterGroup]:
         """What is measured: without a gradient at the step, so that no optimiser moves it.
@@ -117,16 +134,16 @@ class Mad(Pruner):
         """
         return [{"params": list(self.parameters()), "weight_decay": 0.0}]
 
-    def _measure(self, attack: Any, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+    def _measure(self, attack: Attack, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """The adversarial loss of a batch; its saliencies become gradients, weighted by the number of samples."""
         if self.batches is not None and self.seen >= self.batches:
             return self.loss.detach().clone()  # of the measured batches, so that the mean of the epoch stays theirs
         x_adv = attack(model, x, y)
         weights = dict(zip(self.units.names, (w.detach() for w in self.units.weights), strict=True))
-        with frozen(model, x, fast=False), torch.autocast(x.device.type, enabled=False):
+        with evaluating(model), torch.autocast(x.device.type, enabled=False):
             latents, loss = soft_masks(model, weights, x_adv, y, self.mask_steps, self.mask_lr)
             masked = {name: _masked(weight, latents[name]) for name, weight in weights.items()}
-            damage = {name: _damage(weight, latents[name]) for name, weight in weights.items()}
+            damage = {name: removed(weight, latents[name]) for name, weight in weights.items()}
             losses = partial(F.cross_entropy, reduction="sum")
             parameters = dict(zip(self.units.names, self.saliency, strict=True))
             for name, product in fisher_products(model, masked, damage, x_adv, y, losses):
@@ -197,7 +214,7 @@ def _masked(weight: Tensor, latent: Tensor) -> Tensor:
     return weight * F.softplus(latent)
 
 
-def _damage(weight: Tensor, latent: Tensor) -> Tensor:
+def removed(weight: Tensor, latent: Tensor) -> Tensor:
     """W (1 - m), and exactly 0 where the mask is 1: softplus may be off by a rounding there."""
     return torch.where(latent >= latent.new_tensor(_ONE), 0.0, weight * (1 - F.softplus(latent)))
 

@@ -15,14 +15,27 @@ both are one-shot rates on a trained network, as HARP's paper compares them.
 
 from collections.abc import Mapping
 
-from harp.allocate import READS_WEIGHTS, allocate
-from harp.pruners.base import Fixed, largest
-from harp.units import Units
+from harp.pruning.allocation import READS_WEIGHTS, allocate
+from harp.pruning.methods.base import Fixed, largest
+from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
+from harp.pruning.units import Units
 
 
 class Magnitude(Fixed):
-    """LWM: prune by magnitude at once, at a strategy's rates; trained further, the masks stay."""
+    """LWM: prune by magnitude at once, at a strategy's rates; trained further, the masks stay.
 
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
+
+    Example:
+        masks = harp.Magnitude(harp.Weights(model), keep=0.1, strategy="erk").masks()
+        harp.apply_masks(model, masks)
+    """
+
+    title = "least weight magnitude (LWM)"
+    taxonomy = Taxonomy(Criterion.MAGNITUDE)
     passes = 0
 
     def __init__(self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform") -> None:
@@ -34,21 +47,68 @@ class Magnitude(Fixed):
 
 
 class GlobalMagnitude(Magnitude):
-    """Keep the largest units of the whole network."""
+    """Keep the largest units of the whole network.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+
+    Example:
+        masks = harp.GlobalMagnitude(harp.Weights(model), keep=0.1).masks()
+    """
+
+    title = "the largest weights of the whole network"
+    taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
 
     def __init__(self, units: Units, keep: float) -> None:
         super().__init__(units, keep, "global")
 
 
 class Erk(Magnitude):
-    """Prune by magnitude at ERK's rates."""
+    """Prune by magnitude at ERK's rates.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+
+    Example:
+        masks = harp.Erk(harp.Weights(model), keep=0.1).masks()
+    """
+
+    title = "weight magnitude at ERK's rates"
+    paper = Paper(
+        "Rigging the Lottery: Making All Tickets Winners",
+        ("Evci", "Gale", "Menick", "Castro", "Elsen"),
+        "ICML",
+        2020,
+        "https://arxiv.org/abs/1911.11134",
+    )
+    taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.LOCAL)
 
     def __init__(self, units: Units, keep: float) -> None:
         super().__init__(units, keep, "erk")
 
 
 class Lamp(Magnitude):
-    """LAMP: keep the units that matter most relative to those of their layer that are at least as large."""
+    """LAMP: keep the units that matter most relative to those of their layer that are at least as large.
+
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+
+    Example:
+        masks = harp.Lamp(harp.Weights(model), keep=0.1).masks()
+    """
+
+    title = "weight magnitude at LAMP's rates"
+    paper = Paper(
+        "Layer-adaptive Sparsity for the Magnitude-based Pruning",
+        ("Lee", "Park", "Mo", "Ahn", "Shin"),
+        "ICLR",
+        2021,
+        "https://arxiv.org/abs/2010.07611",
+    )
+    taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
 
     def __init__(self, units: Units, keep: float) -> None:
         super().__init__(units, keep, "lamp")

@@ -2,14 +2,27 @@
 
 from collections.abc import Mapping
 
-from harp.allocate import allocate
-from harp.pruners.base import Fixed, random_masks
-from harp.units import Units
+from harp.pruning.allocation import allocate
+from harp.pruning.methods.base import Fixed, random_masks
+from harp.pruning.papers import Criterion, Taxonomy
+from harp.pruning.units import Units
 
 
 class Random(Fixed):
-    """Keep units drawn at random, at a strategy's rates; trained further, the masks stay."""
+    """Keep units drawn at random, at a strategy's rates; trained further, the masks stay.
 
+    Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
+        seed: of what is drawn at random.
+
+    Example:
+        masks = harp.Random(harp.Weights(model), keep=0.1, seed=1).masks()
+    """
+
+    title = "random masks"
+    taxonomy = Taxonomy(Criterion.RANDOM)
     passes = 0
 
     def __init__(

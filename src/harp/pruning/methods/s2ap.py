@@ -14,14 +14,15 @@ their running statistics from the second pass only. Several processes move the s
 batch, as one would: were each to follow its own part, their scores would differ in sign, and what they learn with it.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.processes.synchronise import beside
-from harp.pruners.base import Objective
+from harp.models.modes import Logits
+from harp.pruning.methods.base import Loss, TwoPartLoss
+from harp.system.distributed.sync_batchnorm import beside
 
 
 class Scored(Protocol):
@@ -40,14 +41,14 @@ class Scored(Protocol):
 class SharpnessAware:
     """An objective at the worst scores near a pruner's."""
 
-    def __init__(self, pruner: Scored, objective: Objective) -> None:
-        if not (hasattr(objective, "attack") and hasattr(objective, "loss")):
-            raise ModelError("sharpness needs an objective with `attack` and `loss`: see harp.objectives")
+    def __init__(self, pruner: Scored, objective: Loss) -> None:
+        if not isinstance(objective, TwoPartLoss):
+            raise ModelError("sharpness needs an objective with `attack` and `loss`: see harp.training.objectives")
         self.pruner, self.objective = pruner, objective
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """The loss of a batch at the perturbed scores, which stay in force until its gradient is taken."""
-        objective: Any = self.objective
+        objective = self.objective
         x_adv = objective.attack(model, x, y)
         statistics = [buffer.clone() for buffer in model.buffers()]
         weights = self.pruner.prunable
@@ -56,8 +57,7 @@ class SharpnessAware:
             for buffer, value in zip(model.buffers(), statistics, strict=True):
                 buffer.copy_(value)
         self.pruner.perturb([None if gradient is None else _summed(gradient) for gradient in gradients])
-        loss: Tensor = objective.loss(forward or model, x, x_adv, y)
-        return loss
+        return objective.loss(forward or model, x, x_adv, y)
 
 
 def _summed(gradient: Tensor) -> Tensor:

@@ -26,15 +26,18 @@ import torch
 from torch import Tensor
 
 from harp.errors import RecipeError
-from harp.pruners.base import ParameterGroup
-from harp.pruners.harp import Harp
-from harp.units import Units
+from harp.pruning.methods.base import ParameterGroup
+from harp.pruning.methods.harp import Harp
+from harp.pruning.papers import Criterion, Taxonomy
+from harp.pruning.units import Units
 
 
 class Tandem(Harp):
     """Learn weights, scores and rates together; every layer's scores move at one pace. Our own.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: the strategy that the rates start from.
         pace: how far a step of learning rate 1 moves a layer's scores, relative to their norm.
         share: the weights' gradients relative to those of ordinary training; 0 freezes them, as HYDRA does. Default:
@@ -42,7 +45,15 @@ class Tandem(Harp):
         start: how many times the budget is kept at first; the whole network at most.
         reach: how far a quota can move in the training; 0 leaves the rates to the strategy.
         sharpness: the radius of S2AP; 0 is without it.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.Tandem(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
+
+    title = "Tandem, a method of HARP's developers"
+    taxonomy = Taxonomy(Criterion.SCORE, strategy="lamp")
 
     def __init__(
         self,

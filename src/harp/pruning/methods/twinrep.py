@@ -23,11 +23,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from harp.apportion import flat, highest
 from harp.errors import RecipeError
-from harp.masks import Masks
-from harp.pruners.base import Layout, ParameterGroup, Phase, Plan, Pruner, largest
-from harp.units import Units
+from harp.pruning.masks import Masks
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, largest
+from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
+from harp.pruning.rounding import flat, highest
+from harp.pruning.units import Units
 
 PAPER_STEPS = 100 * 391  # the training where none is known
 
@@ -36,9 +37,25 @@ class TwinRep(Pruner):
     """TwinRep: train a product of two factors from random weights, cut it once by global magnitude.
 
     Arguments:
+        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        keep: the share of the budget's unit that is kept, above 0 and at most 1.
         cut: the share of the training after which weights are cut.
+        seed: of what is drawn at random.
+
+    Example:
+        units = harp.Weights(model)
+        pruner = harp.TwinRep(units, keep=0.1)
+        harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
+    title = "TwinRep"
+    paper = Paper(
+        "Learning Adversarially Robust Sparse Networks via Weight Reparameterization",
+        ("Li", "Qiu", "Zhang", "Guo", "Cheng"),
+        "AAAI",
+        2023,
+    )
+    taxonomy = Taxonomy(Criterion.REGULARISED, Locality.GLOBAL)
     from_scratch = True
     layout = Layout(prune=Phase(100, weight_decay=2e-4))  # the authors' code
     remembered = (*Pruner.remembered, "step", "is_cut")

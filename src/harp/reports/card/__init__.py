@@ -12,27 +12,22 @@ from typing import Any
 
 import yaml
 
-from harp import artefact, files, finished, objectives
-from harp.card.loading import loading
-from harp.card.markdown import plain, table
-from harp.card.papers import OBJECTIVES, PAPERS
-from harp.finished import IMAGES, Finished
+from harp.data.registry import facts
+from harp.evaluation.score import epsilon_text
+from harp.experiments import artefact, finished_run
+from harp.experiments.finished_run import Finished
+from harp.experiments.recipe import Stage
 from harp.models import MODELS
-from harp.recipe import Stage
-from harp.summary import epsilon_text
+from harp.pruning.methods import PRUNERS
+from harp.reports.card.loading import loading
+from harp.reports.card.markdown import plain, table
+from harp.system import files
+from harp.training import objectives
 
 FILE = "MODEL_CARD.md"
 
 _NORMS = {"linf": "L∞", "l2": "L2"}
 _TAGS = {"weights": "sparsity", "channels": "structured-pruning"}
-_HUB = {  # what hubs call the data sets
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-    "svhn": "svhn",
-    "fashion": "fashion_mnist",
-    "fashion-mnist": "fashion_mnist",
-    "mnist": "mnist",
-}
 
 
 def write(run: str | Path) -> Path:
@@ -44,7 +39,7 @@ def write(run: str | Path) -> Path:
 
 def card(run: str | Path) -> str:
     """The card of a finished run, in Markdown."""
-    found = finished.read(run)
+    found = finished_run.read(run)
     parts = [
         _front_matter(found),
         f"# {plain(found.recipe.name)}",
@@ -95,7 +90,7 @@ def _front_matter(found: Finished) -> str:
         "library_name": "harp",
         "pipeline_tag": "image-classification",
         "tags": ["pruning", _TAGS[found.recipe.units.kind], "adversarial-robustness", "pytorch"],
-        "datasets": [_HUB[found.data]] if found.data in _HUB else [],
+        "datasets": [known.hub] if (known := facts(found.data)) is not None and known.hub else [],
         "metrics": ["accuracy"],
         "model-index": [{"name": found.recipe.name, "results": [result]}],
     }
@@ -123,8 +118,7 @@ def _architecture(found: Finished) -> str:
 
 
 def _what(found: Finished) -> str:
-    method = _method(found)
-    made = f"pruned by {method[0]}" if method else "dense (not pruned)"
+    made = f"pruned by {_title_of(found.pruning)}" if found.pruning else "dense (not pruned)"
     line = f"A classifier of {found.classes} classes for {plain(found.data)}, {_architecture(found)}, {made}. "
     line += f"It keeps {found.kept:,} of {found.size:,} {found.unit} ({found.kept / found.size:.3%})."
     if artefact.cut_of(found.folder) is not None:
@@ -134,8 +128,20 @@ def _what(found: Finished) -> str:
     return "\n\n".join([first, *(f"> **Warning:** {plain(warning)}" for warning in found.warnings), *others])
 
 
-def _method(found: Finished) -> tuple[str, str] | None:
-    return PAPERS[found.pruning.pruner["name"]] if found.pruning else None
+def _title_of(stage: Stage) -> str:
+    """What the method of a stage is called."""
+    name = stage.pruner["name"]
+    return plain(PRUNERS[name].title or name)
+
+
+def _source(stage: Stage) -> str:
+    """Where the method of a stage was published."""
+    method = PRUNERS[stage.pruner["name"]]
+    if method.paper is None:
+        return f"Method: {_title_of(stage)}, no paper."
+    link = f" ({method.paper.link})" if method.paper.link else ""
+    ours = " Departures from the authors' code are listed in HARP's source." * method.__module__.startswith("harp.")
+    return f"Method: {_title_of(stage)} – {plain(str(method.paper))}{link}.{ours}"
 
 
 def _details(found: Finished) -> str:
@@ -198,11 +204,8 @@ def _training(found: Finished) -> str:
         f"\nBatches of {data.batch}; {images}; {chosen} epoch of a stage is chosen on {held} held out of the training "
         "set, never on the test set."
     )
-    method = _method(found)
-    if method and method[1]:
-        lines.append(
-            f"\nMethod: {method[0]} – {method[1]}. Departures from the authors' code are listed in HARP's source."
-        )
+    if found.pruning is not None:
+        lines.append(f"\n{_source(found.pruning)}")
     return "\n".join(lines)
 
 
@@ -213,7 +216,9 @@ def _stage(found: Finished, stage: Stage) -> str:
     if name != "natural":
         made = objectives.made({"name": name, **objective})
         epsilon = objective.pop("epsilon", getattr(made, "epsilon", None))
-        length = {key: getattr(made, key) for key in ("steps", "replays") if hasattr(made, key)}
+        length: dict[str, Any] = {
+            key: getattr(made, key) for key in ("steps", "replays") if key in objectives.options(name)
+        }
         others = {**length, **{key: value for key, value in objective.items() if key not in ("norm", "fast")}}
         words = [f"{key} {_number(value)}" for key, value in others.items() if value is not None]
         norm = _NORMS.get(objective.get("norm", "linf"), "")
@@ -226,9 +231,15 @@ def _stage(found: Finished, stage: Stage) -> str:
     if does is None:
         options = ", ".join(f"{key} {_number(value)}" for key, value in pruner.items())
         what = "pruning of channels" if channels else "pruning"
-        does = f"{what} by {PAPERS[kind][0]}" + (f" ({plain(options)})" if options else "")
+        does = f"{what} by {_title_of(stage)}" + (f" ({plain(options)})" if options else "")
     rate = f"{stage.optimizer.name}, learning rate {stage.optimizer.lr:g}, {stage.optimizer.schedule['name']} schedule"
-    return f"**{plain(stage.name)}**: {stage.epochs} epochs, {does}; {OBJECTIVES[name]}{threat}; {rate}"
+    return f"**{plain(stage.name)}**: {stage.epochs} epochs, {does}; {_objective(name)}{threat}; {rate}"
+
+
+def _objective(name: str) -> str:
+    kind = objectives.OBJECTIVES[name]
+    title = kind.title or name
+    return f"{title} ({kind.paper.cited} {kind.paper.year})" if kind.paper else title
 
 
 def _number(value: object) -> str:
@@ -260,8 +271,8 @@ def _metrics(found: Finished) -> str:
 def _data(found: Finished) -> str:
     source = meaningful(str(found.summary.get("source", "")))
     lines = [f"- **Data set**: {plain(found.data)}" + (f" ({plain(source)})" if source else "")]
-    if found.data in IMAGES:
-        lines.append(f"- **Test set**: {IMAGES[found.data][1]:,} images; how many were used is in the table")
+    if (known := facts(found.data)) is not None:
+        lines.append(f"- **Test set**: {known.test:,} images; how many were used is in the table")
     names = found.class_names
     if names != tuple(map(str, range(found.classes))) and len(names) <= 20:
         lines.append(f"- **Classes**: {', '.join(map(plain, names))}")
@@ -319,7 +330,8 @@ def _caveats(found: Finished) -> str:
         "- It is measured, not certified: a stronger attack may find more.",
     ]
     counts = {sum(result["totals"]) for result in rows(found)}
-    whole = IMAGES.get(found.data, (None, None))[1]
+    known = facts(found.data)
+    whole = None if known is None else known.test
     if whole is None or min(counts) < whole:
         of = "" if whole is None else f" of {whole:,}"
         lines.append(f"- Some numbers are on a subset ({min(counts):,}{of} test images): mind the intervals.")
@@ -356,9 +368,10 @@ def _cost(found: Finished) -> str:
         about = "" if cut else "about "
         lines.append(f"- Size: {cost['bytes_dense']:,} bytes {left[0]}, {about}{cost['bytes_sparse']:,} {stored}")
     seconds, kwh, grams, by = 0.0, 0.0, 0.0, ""
-    for stage in found.stages():
-        seconds += float(stage.get("seconds") or 0)
-        energy = stage.get("energy") or {}
+    for stage in found.stages:
+        facts = stage.facts or {}
+        seconds += float(facts.get("seconds") or 0)
+        energy = facts.get("energy") or {}
         kwh, grams = kwh + float(energy.get("kwh") or 0), grams + float(energy.get("co2_g") or 0)
         by = str(energy.get("by") or by)
     if seconds:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from harp import artefact
-from harp.card.markdown import table
-from harp.channels import Cut
-from harp.finished import Finished
+from harp.experiments import artefact
+from harp.experiments.finished_run import Finished
+from harp.pruning.channels import Cut
+from harp.reports.card.markdown import table
 
 
 def loading(found: Finished) -> str:

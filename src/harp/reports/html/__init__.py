@@ -11,9 +11,11 @@ chart, scale, png  SVG and PNG, written here: no plotting library, no script
 from collections.abc import Sequence
 from pathlib import Path
 
-from harp import files
 from harp.errors import RecipeError
-from harp.report import collect, compose, data, groups, page, text
+from harp.reports.html import collect, compose, data, groups, page, text
+from harp.system import files
+
+__all__ = ["FORMATS", "build"]
 
 FORMATS = ("html", "json", "md")
 

@@ -4,22 +4,22 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from harp import summary
-from harp.display import duration
-from harp.evaluate import Score
-from harp.report import chart, scale
-from harp.report.blocks import Block, Figure, Fold, Key, Panel, Section, Table, folded
-from harp.report.chart import Axis, Level, Point, Series
-from harp.report.groups import NATURAL, Estimate, Runs, Variant, estimate, spread
-from harp.report.groups import Key as Attack
-from harp.report.records import Accuracy, Curve, Distances
+from harp.evaluation import score
+from harp.evaluation.score import Score
+from harp.experiments.records import Accuracy, Curve, Distances
+from harp.reports.html import chart, scale
+from harp.reports.html.blocks import Block, Figure, Fold, Key, Panel, Section, Table, folded
+from harp.reports.html.chart import Axis, Level, Point, Series
+from harp.reports.html.groups import NATURAL, Estimate, Runs, Variant, estimate, spread
+from harp.reports.html.groups import Key as Attack
+from harp.system.progress import duration
 
 _MOST_QUANTILES = 60
 
 
 def epsilon_text(epsilon: float | None) -> str:
     """Epsilon in 255ths where that is a round number."""
-    return summary.epsilon_text({"attack": {"epsilon": epsilon}})
+    return score.epsilon_text({"attack": {"epsilon": epsilon}})
 
 
 def attack_text(key: Attack) -> str:

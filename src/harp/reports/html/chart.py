@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from harp.report import scale
-from harp.report.scale import Scale
+from harp.reports.html import scale
+from harp.reports.html.scale import Scale
 
 WIDTH = 360
 COLOURS = 7  # of the page's palette: style n has colour n mod 7, marker n mod 8, dash n mod 3

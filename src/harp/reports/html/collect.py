@@ -6,28 +6,19 @@ so nothing that is made of a `Run` can show them.
 
 import base64
 import binascii
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-from pydantic import ValidationError
-
-from harp import files
 from harp.errors import RecipeError
-from harp.report.paths import without_paths
-from harp.report.records import (
+from harp.experiments import run_folder
+from harp.experiments.records import (
+    KINDS,
     Accuracy,
     Budget,
-    Checks,
-    Corruptions,
-    Curve,
     Deployed,
-    Distances,
     Examples,
     Flips,
     Record,
@@ -35,27 +26,10 @@ from harp.report.records import (
     Summary,
     Trial,
 )
+from harp.reports.html.paths import without_paths
 
-_KINDS: dict[str, type[Record]] = {
-    "accuracy": Accuracy,
-    "curve": Curve,
-    "distances": Distances,
-    "checks": Checks,
-    "corruptions": Corruptions,
-    "flips": Flips,
-    "examples": Examples,
-    "deployed": Deployed,
-}
 _PASSED_OVER = {"radius"}  # the single points of a curve, which has them all
 Kind = TypeVar("Kind", bound=Record)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of a run: its folder's name, which tells stages that runs share, and its file, if it is there."""
-
-    folder: str
-    file: StageFile | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +39,7 @@ class Run:
     folder: Path
     recipe: dict[str, Any]
     summary: Summary
-    stages: list[Stage]
+    stages: dict[str, StageFile | None]  # by the names of their folders, which tell stages that runs share
     found: list[Record]
     unknown: list[str]  # files of the evaluation that this version can't show
 
@@ -174,69 +148,26 @@ def read(folders: Sequence[Path]) -> list[Run]:
     """The runs of the folders, each once."""
     if not folders:
         raise RecipeError("there is no run to report on: give folders that `harp run` made")
-    once = dict.fromkeys(Path(folder).resolve() for folder in folders)
-    return [_read_run(folder) for folder in once]
+    once = {Path(folder).resolve(): Path(folder) for folder in folders}
+    return [_read_run(folder) for folder in once.values()]
 
 
 def _read_run(folder: Path) -> Run:
-    if not folder.is_dir():
-        raise RecipeError(f"{folder} is no run: there is no such folder (give one that `harp run` made)")
-    if not (folder / "recipe.yaml").is_file():
-        raise RecipeError(f"{folder} is no run: there is no recipe.yaml in it (give a folder that `harp run` made)")
-    if not (folder / "summary.json").is_file():
-        raise RecipeError(f"{folder} is not finished: there is no summary.json in it (`harp run` goes on with it)")
-    summary = _checked(Summary, _json(folder / "summary.json"), folder / "summary.json")
-    for layer in summary.layers:
-        if layer.kept > layer.size:
-            raise RecipeError(f"{folder / 'summary.json'}: layer {layer.name!r} keeps {layer.kept} of {layer.size}")
-    if summary.budget is not None and summary.budget.kept > summary.budget.size:
-        spent = f"{summary.budget.kept} of {summary.budget.size}"
-        raise RecipeError(f"{folder / 'summary.json'}: the budget says that {spent} {summary.budget.unit} are kept")
-    stages = []
-    for name in (re.split(r"[/\\]", stage)[-1] for stage in summary.stages):
-        path = folder.parent / "stages" / name / "stage.json"
-        stages.append(Stage(name, _checked(StageFile, _json(path), path) if path.is_file() else None))
+    run = run_folder.read(folder, weights=False)
     found, unknown = [], []
-    paths = [*(folder / "evaluation").glob("*.json"), *(folder / "export").glob("*.evaluation/deployed-*.json")]
-    for path in sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name)):
-        content = _json(path)
-        kind = content.get("kind")
-        if kind in _KINDS:
-            found.append(_checked(_KINDS[kind], content, path))
+    later = {**run.evaluation, **run.deployed}
+    for path in sorted(later, key=lambda file: (file.stat().st_mtime_ns, file.name)):
+        kind = later[path].get("kind")
+        if kind in KINDS:
+            found.append(KINDS[kind].model_validate(without_paths(later[path])))
         elif kind not in _PASSED_OVER:
             unknown.append(path.name)
-    return Run(folder, _recipe(folder / "recipe.yaml"), summary, stages, found, unknown)
-
-
-def _recipe(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path} can't be read: {files.reason(error)}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("stages"), list):
-        raise RecipeError(f"{path} is no recipe of a run: it has no list of stages")
-    plain: dict[str, Any] = without_paths(content)
-    return plain
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} can't be read as JSON: {files.reason(error)}") from error
-    if not isinstance(content, dict):
-        raise RecipeError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    plain: dict[str, Any] = without_paths(content)
-    return plain
-
-
-def _checked(kind: type[Kind], content: dict[str, Any], path: Path) -> Kind:
-    try:
-        return kind.model_validate(content)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise RecipeError(f"{path}: {where}: {first['msg'].lower()}, not {first['input']!r:.60}") from error
+    stages = {
+        stage.folder.name: None if stage.facts is None else StageFile.model_validate(without_paths(stage.facts))
+        for stage in run.stages
+    }
+    summary = Summary.model_validate(without_paths(run.summary))
+    return Run(folder.resolve(), without_paths(run.content), summary, stages, found, unknown)
 
 
 def pixels(text: str, shape: tuple[int, int, int], what: str) -> bytes:

@@ -1,14 +1,14 @@
 """The report as a whole: the headline, what to be warned of, and the chapters in order."""
 
 import harp
-from harp import summary
-from harp.report import accuracy, deployment, evidence, network, origin
-from harp.report.accuracy import attack_text
-from harp.report.blocks import Report, Tile
-from harp.report.collect import Run
-from harp.report.groups import NATURAL, Key, Runs, Variant
-from harp.report.histograms import Histogram, histograms
-from harp.report.network import bytes_text, count_text
+from harp.reports import tables
+from harp.reports.html import accuracy, deployment, evidence, network, origin
+from harp.reports.html.accuracy import attack_text
+from harp.reports.html.blocks import Report, Tile
+from harp.reports.html.collect import Run
+from harp.reports.html.groups import NATURAL, Key, Runs, Variant
+from harp.reports.html.histograms import Histogram, histograms
+from harp.reports.html.network import bytes_text, count_text
 
 
 def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
@@ -84,7 +84,7 @@ def _part(run: Run, part: str) -> str:
 
 
 def _headline(run: Run) -> str:
-    return summary.headline({**run.summary.model_dump(), "results": [one.model_dump() for one in run.results]})
+    return tables.headline({**run.summary.model_dump(), "results": [one.model_dump() for one in run.results]})
 
 
 def _means(runs: Runs, lead: Variant) -> str:

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 import harp
-from harp.report.blocks import Block, Figure, Fold, Report, Table, Verdicts
-from harp.report.collect import Run
-from harp.report.groups import NATURAL, Estimate, Runs
-from harp.report.histograms import Histogram
-from harp.report.records import Examples
+from harp.experiments.records import Examples
+from harp.reports.html.blocks import Block, Figure, Fold, Report, Table, Verdicts
+from harp.reports.html.collect import Run
+from harp.reports.html.groups import NATURAL, Estimate, Runs
+from harp.reports.html.histograms import Histogram
 
 FORMAT = 1
 
@@ -68,7 +68,7 @@ def _run(run: Run) -> dict[str, Any]:
         "seed": run.seed,
         "recipe": run.recipe,
         "summary": run.summary.model_dump(),
-        "stages": [{"folder": s.folder, **(s.file.model_dump() if s.file else {})} for s in run.stages],
+        "stages": [{"folder": name, **(file.model_dump() if file else {})} for name, file in run.stages.items()],
         "evaluation": evaluation,
     }
 

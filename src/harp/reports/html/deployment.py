@@ -1,10 +1,10 @@
 """The report's chapter on files: what the networks do as they are deployed."""
 
-from harp.report.accuracy import attack_text, per_cent
-from harp.report.blocks import Block, Section, Table, Verdict, Verdicts, folded
-from harp.report.groups import Runs
-from harp.report.network import bytes_text
-from harp.report.records import Deployed, Trial
+from harp.experiments.records import Deployed, Trial
+from harp.reports.html.accuracy import attack_text, per_cent
+from harp.reports.html.blocks import Block, Section, Table, Verdict, Verdicts, folded
+from harp.reports.html.groups import Runs
+from harp.reports.html.network import bytes_text
 
 _HOW = {
     "images": "the images as they are",

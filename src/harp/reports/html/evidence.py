@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 
 from harp.errors import RecipeError
-from harp.report import chart, png, scale
-from harp.report.accuracy import epsilon_text, legend, per_cent
-from harp.report.blocks import (
+from harp.experiments.records import Checks, Corruptions, Example, Examples, Flips
+from harp.reports.html import chart, png, scale
+from harp.reports.html.accuracy import epsilon_text, legend, per_cent
+from harp.reports.html.blocks import (
     Attacked,
     Block,
     Figure,
@@ -19,10 +20,9 @@ from harp.report.blocks import (
     Words,
     folded,
 )
-from harp.report.chart import Axis, Point, Series
-from harp.report.collect import Run, pixels
-from harp.report.groups import Runs, Variant
-from harp.report.records import Checks, Corruptions, Example, Examples, Flips
+from harp.reports.html.chart import Axis, Point, Series
+from harp.reports.html.collect import Run, pixels
+from harp.reports.html.groups import Runs, Variant
 
 _MOST_FLIPS = 24
 _MOST_PICTURES = 12  # of a network

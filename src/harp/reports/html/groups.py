@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harp.confidence import interval
-from harp.report.collect import Run
-from harp.report.records import Accuracy
+from harp.evaluation.confidence import interval
+from harp.experiments.records import Accuracy
+from harp.reports.html.collect import Run
 
 Key = tuple[str, float | None, str]  # an attack's name, epsilon and norm; ("natural", None, "") without one
 NATURAL: Key = ("natural", None, "")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harp import checkpoint, masks
-from harp.errors import CheckpointError, RecipeError
-from harp.report.collect import Run
+from harp.pruning import masks
+from harp.reports.html.collect import Run
+from harp.system.tensors import load_tensors
 
 _BINS, _FEW_BINS, _MANY = 32, 16, 200  # bins of a histogram: fewer where there are not many weights
 
@@ -30,12 +30,9 @@ def histograms(run: Run) -> list[Histogram]:
     path = run.folder / "model.safetensors"
     if not path.is_file():
         return []
-    try:
-        weights, _ = checkpoint.load_tensors(path)
-        mask_path = run.folder / "masks.safetensors"
-        kept = masks.load(mask_path) if mask_path.is_file() else {}
-    except CheckpointError as error:
-        raise RecipeError(str(error)) from error
+    weights, _ = load_tensors(path)
+    mask_path = run.folder / "masks.safetensors"
+    kept = masks.load(mask_path) if mask_path.is_file() else {}
     found = []
     for name in _layer_names(run, weights):
         weight = weights[name].detach().float()

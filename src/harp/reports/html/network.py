@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harp.display import duration
-from harp.report import chart, scale
-from harp.report.accuracy import legend, per_cent
-from harp.report.blocks import Block, Figure, Key, Panel, Section, Table, folded
-from harp.report.chart import Axis, Border, Point, Series
-from harp.report.collect import Run
-from harp.report.groups import Runs, Variant
-from harp.report.histograms import Histogram
+from harp.reports.html import chart, scale
+from harp.reports.html.accuracy import legend, per_cent
+from harp.reports.html.blocks import Block, Figure, Key, Panel, Section, Table, folded
+from harp.reports.html.chart import Axis, Border, Point, Series
+from harp.reports.html.collect import Run
+from harp.reports.html.groups import Runs, Variant
+from harp.reports.html.histograms import Histogram
+from harp.system.progress import duration
 
 _MOST_ROWS = 120  # of a table of epochs; the data file has all
 _BEFORE = 13  # the style of the network before pruning: one that few comparisons get to
@@ -192,7 +192,7 @@ def learning(runs: Runs) -> Section | None:
 
 def _epochs(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     """Stage and record of every epoch."""
-    return [(stage.file.stage, record) for stage in run.stages if stage.file for record in stage.file.history]
+    return [(file.stage, record) for file in run.stages.values() if file for record in file.history]
 
 
 _PANELS = (
@@ -210,12 +210,12 @@ _EXPLAINED = {
 def _training(variant: Variant, run: Run) -> Figure:
     epochs = _epochs(run)
     borders, rings, start = [], [], 0
-    for stage in run.stages:
-        if stage.file and stage.file.history:
-            end = start + len(stage.file.history)
-            borders.append(Border(start + 0.5, end + 0.5, stage.file.stage))
-            if stage.file.chosen_epoch:
-                rings.append(start + stage.file.chosen_epoch - 1)
+    for file in run.stages.values():
+        if file and file.history:
+            end = start + len(file.history)
+            borders.append(Border(start + 0.5, end + 0.5, file.stage))
+            if file.chosen_epoch:
+                rings.append(start + file.chosen_epoch - 1)
             start = end
     span = scale.Scale(0.5, max(1.5, start + 0.5))
     ticks = [tick for tick in span.ticks(7) if tick >= 1 and tick == round(tick)]
@@ -369,8 +369,8 @@ def _times(runs: Runs) -> Table:
     rows, once, measured = [], dict[str, Any](), set[str]()
     for variant in runs.variants:
         for run in variant.runs:
-            files = [stage.file for stage in run.stages if stage.file]
-            once |= {stage.folder: stage.file for stage in run.stages if stage.file}
+            files = [file for file in run.stages.values() if file]
+            once |= {name: file for name, file in run.stages.items() if file}
             energy = [file.energy for file in files if file.energy]
             measured |= {one.by for one in energy if one.by}
             seconds = [file.seconds for file in files if file.seconds is not None]

@@ -5,11 +5,11 @@ from typing import Any
 
 import yaml
 
-from harp.report.accuracy import attack_text, per_cent
-from harp.report.blocks import Block, Code, Fold, Section, Table
-from harp.report.collect import Run
-from harp.report.groups import NATURAL, Runs, Variant
-from harp.report.records import Checks, Corruptions, Curve, Distances
+from harp.experiments.records import Checks, Corruptions, Curve, Distances
+from harp.reports.html.accuracy import attack_text, per_cent
+from harp.reports.html.blocks import Block, Code, Fold, Section, Table
+from harp.reports.html.collect import Run
+from harp.reports.html.groups import NATURAL, Runs, Variant
 
 _FEW = 1000  # images: below, half an interval is more than three points
 _NAMES = 3  # of runs in a warning
@@ -28,7 +28,7 @@ def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
         found.append("No run was tested under attack: nothing here says how robust these networks are.")
     if len(runs.pruned) > 1 and all(len(variant.runs) == 1 for variant in runs.pruned):
         found.append("One seed each: differences between networks may be those of seeds.")
-    gone = [v.label for v in runs.variants if any(stage.file is None for run in v.runs for stage in run.stages)]
+    gone = [v.label for v in runs.variants if any(None in run.stages.values() for run in v.runs)]
     if gone:
         found.append(
             f"The stages' folders are missing for {_some(gone, len(runs.variants))}: their learning is not shown."
@@ -92,9 +92,7 @@ def _never_ready(run: Run) -> bool:
     """The same for runs of older versions, which do not warn of it themselves."""
     if run.summary.warnings is not None:
         return False
-    files = [
-        stage.file for stage in run.stages if stage.file and any("ready" in record for record in stage.file.history)
-    ]
+    files = [file for file in run.stages.values() if file and any("ready" in record for record in file.history)]
     return any(not any(record.get("ready", True) for record in file.history) for file in files)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harp.report import chart
-from harp.report.blocks import Key, Report
+from harp.reports.html import chart
+from harp.reports.html.blocks import Key, Report
 
 _TEMPLATES = Path(__file__).parent / "templates"
 

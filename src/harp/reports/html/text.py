@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from harp.report.blocks import Block, Code, Figure, Fold, Gallery, Report, Section, Table, Verdicts, Words
+from harp.reports.html.blocks import Block, Code, Figure, Fold, Gallery, Report, Section, Table, Verdicts, Words
 
 _SIGNS = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
 

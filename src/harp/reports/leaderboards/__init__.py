@@ -4,7 +4,7 @@
 and `validate`, which checks it again from its files.
 """
 
-from harp.submit import apb, robustbench
-from harp.submit.submission import Submission
+from harp.reports.leaderboards import apb, robustbench
+from harp.reports.leaderboards.submission import Submission
 
 __all__ = ["Submission", "apb", "robustbench"]

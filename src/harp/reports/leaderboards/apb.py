@@ -37,16 +37,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp import checkpoint, files, finished
+from harp.data.formats import Payload
+from harp.data.formats.safe_pickle import unpickle
 from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
-from harp.finished import Finished
-from harp.readers import Payload
-from harp.readers.unpickle import unpickle
-from harp.submit import apb_texts as texts
-from harp.submit import taxonomy
-from harp.submit.apb_texts import EPSILON, Normalisation
-from harp.submit.base_models import BASES, shapes
-from harp.submit.submission import ERROR, WARNING, Submission, check_free, fresh, read_json
+from harp.experiments import finished_run
+from harp.experiments.finished_run import Finished
+from harp.pruning.papers import Structure
+from harp.reports.leaderboards import apb_texts as texts
+from harp.reports.leaderboards import taxonomy
+from harp.reports.leaderboards.apb_texts import EPSILON, Normalisation
+from harp.reports.leaderboards.base_models import BASES, shapes
+from harp.reports.leaderboards.submission import ERROR, WARNING, Submission, check_free, fresh, paper_of, read_json
+from harp.system import files
+from harp.system.tensors import load_state, save_state
 
 ROBUST_ABOVE = 8 / 255  # distances
 TESTED = 10_000
@@ -70,21 +73,25 @@ class _Model:
     distances: list[float] | None
 
 
-def prepare(runs: Sequence[str | Path], out: str | Path, *, ap_key: str, paper: str) -> Submission:
+def prepare(
+    runs: Sequence[str | Path], out: str | Path, *, ap_key: str | None = None, paper: str | None = None
+) -> Submission:
     """Write the folder of a submission of finished runs of one method; `problems` says what is still missing.
 
-    `ap_key` is the method's key, like HARP_Zhao2023Holistic, and `paper` the link to its paper. What the benchmark has
-    no place for (another architecture, data set or sparsity) is an error, and nothing is written.
+    `ap_key` is the method's key, like HARP_Zhao2023Holistic, and `paper` the link to its paper; by default both are
+    those of the method's class. What the benchmark has no place for (another architecture, data set or sparsity) is an
+    error, and nothing is written.
     """
     folder = Path(out)
     check_free(folder)
+    if not runs:
+        raise RecipeError("no runs to submit: give the folders of at least three, one for each sparsity")
+    read = [finished_run.read(run) for run in runs]
+    ap_key, paper = ap_key or _key(read[0]), paper or paper_of(read[0], "paper").link
     if not _AP_KEY.fullmatch(ap_key):
         raise RecipeError(f"ap_key {ap_key!r}: write Name_AuthorYearWord, like HARP_Zhao2023Holistic")
     if not re.fullmatch(r"https?://\S+", paper):
         raise RecipeError(f"paper {paper!r}: give its link, like https://openreview.net/pdf?id=sAJDi9lD06L")
-    if not runs:
-        raise RecipeError("no runs to submit: give the folders of at least three, one for each sparsity")
-    read = [finished.read(run) for run in runs]
     entry = _common_entry(read, ap_key, paper)
     seen: dict[str, Path] = {}
     with fresh(folder) as draft:
@@ -148,6 +155,14 @@ def robust_share(distances: Sequence[float]) -> float:
     return sum(value > ROBUST_ABOVE for value in distances) / len(distances)
 
 
+def _key(run: Finished) -> str:
+    """A key in the manner of the benchmark's, from the method's title and its paper."""
+    paper, title = paper_of(run, "key"), taxonomy.method(run.recipe).title
+    name = re.sub(r"\(.*|[\W_]", "", title or taxonomy.method(run.recipe).__name__)
+    word = re.search(r"[^\W\d_]+", paper.title)
+    return f"{name}_{paper.surnames[0]}{paper.year}{word[0] if word else ''}"
+
+
 def _common_entry(runs: Sequence[Finished], ap_key: str, paper: str) -> dict[str, str]:
     """The taxonomy entry of all runs: they must be of one method."""
     first = taxonomy.entry(runs[0].recipe, ap_key, paper)
@@ -180,7 +195,7 @@ def _model(run: Finished, ap_key: str) -> _Model:
     state = {name: state[name].contiguous() for name in expected}
     kept, size = _count(state)
     sparsity = 100 * (1 - kept / size)
-    structure = "US" if taxonomy.structure(made) == taxonomy.WEIGHTS else "S"
+    structure = "US" if taxonomy.structure(made) is Structure.WEIGHTS else "S"
     nearest = min(SPARSITIES[structure], key=lambda level: abs(level - sparsity))
     if not _at_level(sparsity, nearest, structure):
         levels = ", ".join(map(str, SPARSITIES[structure]))
@@ -200,8 +215,8 @@ def _model(run: Finished, ap_key: str) -> _Model:
         "method": run.pruning.pruner if run.pruning else None,
         "seed": made.seed,
         "recipe": run.summary.get("recipe"),
-        "clean": _claim(finished.named(run, "natural")),
-        "autoattack": _claim(finished.named(run, "autoattack", EPSILON)),
+        "clean": _claim(finished_run.named(run, "natural")),
+        "autoattack": _claim(finished_run.named(run, "autoattack", EPSILON)),
         "fmn": None if not distances else {"value": 100 * robust_share(distances), "n": len(distances)},
     }
     return _Model(run, key, facts, state, distances)
@@ -210,7 +225,7 @@ def _model(run: Finished, ap_key: str) -> _Model:
 def _write_model(folder: Path, model: _Model) -> dict[str, Any]:
     """Write a model's files; what is said of them."""
     path = folder / "checkpoints" / f"{model.key}.pt"
-    checkpoint.save_state(path, {"state_dict": model.state})
+    save_state(path, {"state_dict": model.state})
     if model.distances:
         # Protocol 2 keeps floats as they are and frames nothing: the smallest thing that their loader reads.
         files.write_bytes(folder / "distances" / f"{model.key}.pickle", pickle.dumps(model.distances, protocol=2))
@@ -227,7 +242,7 @@ def _distances(run: Finished) -> list[float] | None:
 def _claim(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
-    right, n = finished.plain_correct(result)
+    right, n = finished_run.plain_correct(result)
     return {"value": 100 * right / n, "n": n}
 
 
@@ -274,7 +289,8 @@ def _wrong_entry(entry: Mapping[str, str], ap_key: str) -> list[str]:
     empty = [key for key, value in entry.items() if not isinstance(value, str) or not value.strip()]
     problems += [f"{ERROR}taxonomy.json: {key!r} says nothing" for key in empty]
     if taxonomy.UNSPECIFIED in entry.values():
-        text = "the recipe starts from given weights, so the pre-training is not specified: fill it in by hand"
+        keys = ", ".join(key.strip(": ") for key, value in entry.items() if value == taxonomy.UNSPECIFIED)
+        text = f"neither the recipe nor the method's class says what to write for {keys}: fill it in by hand"
         problems.append(f"{WARNING}taxonomy.json: {text}")
     return problems
 
@@ -319,7 +335,7 @@ def _wrong_model(folder: Path, model: Mapping[str, Any], ap_key: str, issue: str
 def _wrong_checkpoint(folder: Path, model: Mapping[str, Any]) -> list[str]:
     path = folder / "checkpoints" / f"{model['key']}.pt"
     try:
-        content = checkpoint.load_state(path)
+        content = load_state(path)
     except HarpError:
         return ["its checkpoint is missing or damaged"]
     state = content.get("state_dict")

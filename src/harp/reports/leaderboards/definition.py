@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harp.errors import ModelError
+from harp.experiments.recipe import Model
 from harp.models import MODELS, source_file
-from harp.recipe import Model
 
 Shape = tuple[int, int, int]
 

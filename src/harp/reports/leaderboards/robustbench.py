@@ -21,15 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp import artefact, checkpoint, files, finished, masks, models
+from harp.data.registry import facts
 from harp.errors import CheckpointError, DataError, RecipeError
-from harp.finished import IMAGES, Finished
-from harp.submit.definition import define, source_name
-from harp.submit.submission import ERROR, WARNING, Submission, check_free, fresh, read_json
+from harp.experiments import finished_run
+from harp.experiments.finished_run import Finished
+from harp.pruning import masks
+from harp.reports.leaderboards.definition import define, source_name
+from harp.reports.leaderboards.submission import ERROR, WARNING, Submission, check_free, fresh, paper_of, read_json
+from harp.system import files
+from harp.system.tensors import save_state, save_tensors
 
 EPSILON = 8 / 255
 TESTED = 10_000
-DATA = {"cifar10": 10, "cifar100": 100}
+DATA = ("cifar10", "cifar100")
 ARCHITECTURES = {
     "vgg16": "VGG-16",
     "resnet18": "ResNet-18",
@@ -68,28 +72,34 @@ def prepare(
     out: str | Path,
     *,
     name: str,
-    title: str,
-    authors: str,
-    venue: str,
-    link: str,
+    title: str | None = None,
+    authors: str | None = None,
+    venue: str | None = None,
+    link: str | None = None,
     additional_data: bool = False,
     footnote: str | None = None,
 ) -> Submission:
     """Write the folder of a submission of one finished run; `problems` says what is still missing.
 
-    `name` is the model's, like Zhao2023Holistic_R18; title, authors, venue and link are the paper's. `additional_data`
-    says whether other images than the data set's were trained on. `footnote` stands before what is said of the pruning.
+    `name` is the model's, like Zhao2023Holistic_R18; title, authors, venue and link are the paper's, by default that
+    of the method's class. `additional_data` says whether other images than the data set's were trained on. `footnote`
+    stands before what is said of the pruning.
     """
     folder = Path(out)
     check_free(folder)
     if not _NAME.fullmatch(name):
         raise RecipeError(f"name {name!r}: write NameYearFirstword, like Zhao2023Holistic or Zhao2023Holistic_R18")
+    found = finished_run.read(run)
+    title = title or paper_of(found, "title").title
+    authors = authors or ", ".join(paper_of(found, "authors").authors)
+    venue = venue or "{0.venue} {0.year}".format(paper_of(found, "venue"))
+    link = link or paper_of(found, "link").link
     if not re.fullmatch(r"https?://\S+", link):
         raise RecipeError(f"link {link!r}: give the paper's, like https://arxiv.org/abs/2111.00000")
-    found = finished.read(run)
-    if found.recipe.data.name not in DATA:
+    known = facts(found.recipe.data.name)
+    if found.recipe.data.name not in DATA or known is None:
         raise DataError(f"{run}: trained on {found.data}, RobustBench has {', '.join(DATA)} for networks of this kind")
-    part, shape, classes = found.recipe.model, IMAGES[found.data][0], DATA[found.data]
+    part, shape, classes = found.recipe.model, known.shape, known.classes
     module = _module(name)
     made = define(part, f"{name}: {_architecture(found)}, pruned.", module, classes, shape, part.options)
     state = found.state()
@@ -110,11 +120,11 @@ def prepare(
     }
     with fresh(folder) as draft:
         prefixed = state if part.normalize is not None else {f"net.{key}": value for key, value in state.items()}
-        checkpoint.save_state(draft / f"{module}.pt", {"state_dict": prefixed})
+        save_state(draft / f"{module}.pt", {"state_dict": prefixed})
         files.write_text(draft / f"{module}.py", made.text)
         if made.source is not None:
             files.write_text(draft / f"{source_name(module)}.py", made.source)
-        checkpoint.save_tensors(draft / "probe.safetensors", {"images": images, "logits": logits})
+        save_tensors(draft / "probe.safetensors", {"images": images, "logits": logits})
         files.write_json(draft / "model_info" / found.data / "Linf" / f"{name}.json", info)
         measured: dict[str, Any] = {"model": name, "clean_n": _n(found, None), "autoattack_n": _n(found, EPSILON)}
         measured["other_threats"] = _other_threats(found)
@@ -171,19 +181,19 @@ def _pruned(found: Finished) -> str:
 
 
 def _accuracies(found: Finished) -> dict[str, str | None]:
-    clean, attacked = finished.named(found, "natural"), finished.named(found, "autoattack", EPSILON)
+    clean, attacked = finished_run.named(found, "natural"), finished_run.named(found, "autoattack", EPSILON)
     texts = [None if r is None else f"{100 * _share(r):.2f}" for r in (clean, attacked)]
     return {"clean_acc": texts[0], "reported": texts[1], "autoattack_acc": texts[1]}
 
 
 def _share(result: Mapping[str, Any]) -> float:
-    right, n = finished.plain_correct(result)
+    right, n = finished_run.plain_correct(result)
     return right / n
 
 
 def _n(found: Finished, epsilon: float | None) -> int | None:
-    result = finished.named(found, "natural" if epsilon is None else "autoattack", epsilon)
-    return None if result is None else finished.plain_correct(result)[1]
+    result = finished_run.named(found, "natural" if epsilon is None else "autoattack", epsilon)
+    return None if result is None else finished_run.plain_correct(result)[1]
 
 
 def _other_threats(found: Finished) -> list[str]:
@@ -195,15 +205,12 @@ def _other_threats(found: Finished) -> list[str]:
 
 def _probe(found: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """A few images, and what the run's own network answers."""
-    part = found.recipe.model
     with torch.random.fork_rng(devices=[]):
-        model = models.build(part.name, num_classes=classes, shape=shape, normalize=part.normalize, **part.options)
-    artefact.load(found.folder, model)
-    if found.pruning is not None and artefact.cut_of(found.folder) is None:
-        masks.apply(model, masks.load(found.folder / "masks.safetensors"))
+        network = found.network(shape, classes)
+    masks.apply(network.model, network.masks)
     images = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        return images, model.eval()(images)
+        return images, network.model(images)
 
 
 def _wrong_info(info: Mapping[str, Any], entry: Path, folder: Path, name: str) -> list[str]:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harp.errors import CheckpointError, RecipeError
-from harp.files import reason
+from harp.experiments.finished_run import Finished
+from harp.pruning.methods import PRUNERS
+from harp.pruning.papers import Paper
+from harp.system.files import reason
 
 ERROR, WARNING = "error: ", "warning: "
 
@@ -36,6 +39,15 @@ class Submission:
     def ready(self) -> bool:
         """Whether nothing keeps it from being submitted."""
         return not self.errors
+
+
+def paper_of(run: Finished, wanted: str) -> Paper:
+    """The paper of the run's method, for something that the caller did not give."""
+    name = run.pruning.pruner["name"] if run.pruning else "dense"
+    paper = PRUNERS[name].paper
+    if paper is None:
+        raise RecipeError(f"{run.folder}: the method {name!r} has no paper, so give the {wanted} yourself")
+    return paper
 
 
 def check_free(out: Path) -> None:

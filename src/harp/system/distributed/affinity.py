@@ -1,4 +1,4 @@
-"""The cores of a machine, and how many of a run's processes have to share them."""
+"""The cores that a process may use, and how many processes of a run share them."""
 
 import os
 import socket
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 class Peers(Protocol):
-    """The processes of a run, see `harp.processes.peers`."""
+    """The processes of a run, see `harp.system.distributed.peers`."""
 
     def gather(self, value: T) -> list[T]:
-        """The values of all, in their order."""
+        """The values of all processes, by rank."""
         ...
 
 
@@ -23,10 +23,10 @@ def usable() -> frozenset[int]:
 
 
 def sharers(peers: Peers) -> int:
-    """How many of the processes, this one among them, run on its cores: one where each is bound to its own.
+    """How many processes of the run, with this one, share its cores; 1 if every process is bound to its own cores.
 
-    All of them have to ask.
+    A collective operation: all processes have to call it.
     """
-    machine, mine = socket.gethostname(), usable()
-    beside = [cores for where, cores in peers.gather((machine, mine)) if where == machine]
-    return max(sum(core in cores for cores in beside) for core in mine)
+    host, own = socket.gethostname(), usable()
+    on_this_host = [cores for other, cores in peers.gather((host, own)) if other == host]
+    return max(sum(core in cores for cores in on_this_host) for core in own)

@@ -1,6 +1,6 @@
-"""What the processes of a training tell each other beside gradients.
+"""The collective operations of a training, beside the reduction of gradients.
 
-A batch is spread over W processes row by row: process r has the rows r, r + W, r + 2W, ...
+A batch is distributed over W processes row by row: process r has the rows r, r + W, r + 2W, ...
 """
 
 import hashlib
@@ -20,10 +20,10 @@ def mean(fabric: Any, value: float) -> float:
 
 
 def whole(fabric: Any, rows: Tensor) -> Tensor:
-    """All rows of a batch, in the order of one process, of which each process has its own."""
+    """All rows of a batch in their original order, gathered from the rows of each process."""
     if fabric.world_size == 1:
         return rows
-    return torch.stack(_gathered(fabric, rows), 1).flatten(0, 1)
+    return torch.stack(_all_gather(fabric, rows), 1).flatten(0, 1)
 
 
 def own(fabric: Any, rows: Tensor) -> Tensor:
@@ -32,16 +32,16 @@ def own(fabric: Any, rows: Tensor) -> Tensor:
 
 
 def astray(fabric: Any, tensors: Iterable[Tensor]) -> int | None:
-    """The first process whose tensors are not those of process 0, compared by their digests."""
-    found = hashlib.blake2b(digest_size=8)
+    """The rank of the first process whose tensors differ from those of process 0, compared by digest."""
+    hasher = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    digest = int.from_bytes(found.digest(), "big") >> 1  # as large as an int64 can be
-    digests = [int(each) for each in _gathered(fabric, torch.tensor(digest, device=fabric.device))]
-    return next((process for process, each in enumerate(digests) if each != digests[0]), None)
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    own_digest = int.from_bytes(hasher.digest(), "big") >> 1  # 63 bits, which fit into an int64
+    digests = [int(digest) for digest in _all_gather(fabric, torch.tensor(own_digest, device=fabric.device))]
+    return next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
 
 
-def _gathered(fabric: Any, tensor: Tensor) -> list[Tensor]:
+def _all_gather(fabric: Any, tensor: Tensor) -> list[Tensor]:
     parts = [torch.empty_like(tensor) for _ in range(fabric.world_size)]
     torch.distributed.all_gather(parts, tensor.contiguous())
     return parts

@@ -1,8 +1,8 @@
-"""Where a process stands among those that train together, as told by whoever started it.
+"""The rank of this process and the size of the run, from environment variables.
 
-torchrun and our own supervisor set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
-srun sets SLURM_* for every task of a step. The variables that SLURM sets for a whole job are no sign of srun: a plain
-command in a batch script has them too, and would wait for others that never come.
+torchrun and our own launcher set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; srun sets
+SLURM_* for every task of a step. The variables that SLURM sets for a whole job don't imply srun: a plain command in a
+batch script has them too, and would wait for processes that were never started.
 """
 
 import os
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from harp.errors import RecipeError
 
-PORT = 29500  # where the first process listens, unless somebody says otherwise
+PORT = 29500  # the default port of process 0
 _STANDARD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What somebody wants to run on: the arguments of `harp.processes.engine.launch`."""
+    """The devices and machines to run on: the arguments of `harp.system.distributed.fabric.launch`."""
 
     devices: int = 1
     accelerator: str = "auto"
@@ -30,7 +30,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Place:
-    """A process's number among all and on its machine, and where the first one is reached."""
+    """The rank of a process in the run and on its machine, and the address of process 0."""
 
     rank: int = 0
     world: int = 1
@@ -42,7 +42,7 @@ class Place:
     port: int = PORT
 
     def environment(self) -> dict[str, str]:
-        """The variables by which a process learns its place."""
+        """The environment variables that give a process this place."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world),
@@ -56,7 +56,7 @@ class Place:
 
 
 def read_address(text: str) -> tuple[str, int | None]:
-    """Host and port of HOST, HOST:PORT or, of IPv6, [HOST]:PORT."""
+    """Host and port from HOST, HOST:PORT or, for IPv6, [HOST]:PORT."""
     match = re.fullmatch(r"(?:\[([^\[\]\s]+)\]|([^:\[\]\s]+))(?::([0-9]{1,5}))?", text)
     port = int(match[3]) if match is not None and match[3] else None
     if match is None or (port is not None and not 0 < port < 65536):
@@ -65,14 +65,14 @@ def read_address(text: str) -> tuple[str, int | None]:
 
 
 def here(variables: Mapping[str, str] = os.environ) -> Place | None:
-    """This process's place, if somebody has started it as one of several."""
+    """The place of this process if it was started as one of several, otherwise None."""
     try:
         if all(name in variables for name in _STANDARD):
             return _standard(variables)
         if all(name in variables for name in _SLURM):
             return _slurm(variables)
     except ValueError as error:
-        raise RecipeError(f"the environment tells no place among the processes: {error}") from error
+        raise RecipeError(f"the environment variables of a distributed run are wrong: {error}") from error
     return None
 
 
@@ -94,7 +94,7 @@ def _standard(variables: Mapping[str, str]) -> Place:
 def _slurm(variables: Mapping[str, str]) -> Place | None:
     world = int(variables.get("SLURM_STEP_NUM_TASKS", variables.get("SLURM_NTASKS", 1)))
     if world == 1:
-        return None  # a single task is free to start others by itself
+        return None  # a single task may start other processes with our launcher
     node = int(variables["SLURM_NODEID"])
     tasks = _tasks(variables.get("SLURM_STEP_TASKS_PER_NODE", variables.get("SLURM_TASKS_PER_NODE", str(world))))
     hosts = variables.get("SLURM_STEP_NODELIST", variables.get("SLURM_NODELIST", "127.0.0.1"))
@@ -107,22 +107,22 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
         node,
         len(tasks),
         variables.get("MASTER_ADDR", first_host(hosts)),
-        int(variables.get("MASTER_PORT", 15000 + job % 10000)),  # jobs that share a machine need ports of their own
+        int(variables.get("MASTER_PORT", 15000 + job % 10000)),  # jobs that share a machine need different ports
     )
 
 
 def _tasks(text: str) -> list[int]:
-    """How many tasks each machine has, from SLURM's `2(x3),1`."""
-    found: list[int] = []
+    """The number of tasks of each machine, from SLURM's `2(x3),1`."""
+    counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no list of tasks a machine, like 2(x3),1")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+            raise ValueError(f"{text!r} is not a list of tasks per machine, like 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def first_host(hosts: str) -> str:
-    """The first machine of SLURM's `gpu[03-05,9],login`."""
+    """The first machine of a SLURM list like `gpu[03-05,9],login`."""
     match = re.match(r"([^,\[]+)(?:\[([^\]\-,]+)[^\]]*\])?([^,]*)", hosts)
     return hosts if match is None else f"{match[1]}{match[2] or ''}{match[3]}"

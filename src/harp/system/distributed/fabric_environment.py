@@ -1,12 +1,12 @@
-"""The place of a process as Lightning Fabric wants to be told it."""
+"""The place of a process as a cluster environment of Lightning Fabric."""
 
 from lightning_fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-from harp.processes.placement import Place
+from harp.system.distributed.environment import Place
 
 
 class Cluster(ClusterEnvironment):
-    """Processes that somebody else has started; Fabric is not to look for a scheduler of its own."""
+    """Processes that are already started, so that Fabric does not detect a scheduler itself."""
 
     def __init__(self, place: Place) -> None:
         super().__init__()
@@ -14,22 +14,22 @@ class Cluster(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Fabric starts none."""
+        """True: Fabric starts no processes."""
         return True
 
     @property
     def main_address(self) -> str:
-        """Where the first process is."""
+        """The address of process 0."""
         return self.place.address
 
     @property
     def main_port(self) -> int:
-        """Where it listens."""
+        """The port of process 0."""
         return self.place.port
 
     @staticmethod
     def detect() -> bool:
-        """It is given, not detected."""
+        """False: this environment is passed to Fabric explicitly."""
         return False
 
     def world_size(self) -> int:
@@ -37,17 +37,17 @@ class Cluster(ClusterEnvironment):
         return self.place.world
 
     def set_world_size(self, size: int) -> None:
-        """It is what it is."""
+        """Ignored: the place is fixed."""
 
     def global_rank(self) -> int:
-        """This process's number among all."""
+        """The rank of this process in the run."""
         return self.place.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """It is what it is."""
+        """Ignored: the place is fixed."""
 
     def local_rank(self) -> int:
-        """Its number on this machine, which is that of its device."""
+        """The rank of this process on its machine, which is the number of its device."""
         return self.place.local
 
     def node_rank(self) -> int:

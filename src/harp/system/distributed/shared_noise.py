@@ -1,9 +1,9 @@
-"""Random numbers of a batch whose parts are in several processes: each draws what one process would have drawn.
+"""Random numbers for a batch that is distributed over processes, the same as one process would draw for all of it.
 
     with shared(seed, rank=1, world=4):
         uniform(x)      # every fourth row of what `shared(seed, 0, 1)` gives for the whole batch
 
-Outside of `shared` they come from torch's own generator.
+Outside of `shared`, numbers come from torch's default generator.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,54 +16,54 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class _Part:
-    """Which rows of a batch are here, and the generators that all processes have in common."""
+    """The rows of a batch that this process has, and generators that are seeded the same in all processes."""
 
     seed: int
     rank: int
     world: int
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
 
-    def of(self, device: torch.device) -> torch.Generator:
-        """The generator of a device, which has to be where its numbers are."""
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator for a device: torch requires that it is on the device of its numbers."""
         if device not in self.generators:
             self.generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self.generators[device]
 
 
-_part: _Part | None = None  # no context variable: `torch.compile` could not see through it
+_part: _Part | None = None  # not a context variable, which `torch.compile` does not support
 
 
 @contextmanager
 def shared(seed: int, rank: int = 0, world: int = 1) -> Iterator[None]:
-    """For a while, draw from this seed, for the rows `rank`, `rank + world`, ... of batches."""
+    """Inside this context, draw from `seed` the numbers of the rows `rank`, `rank + world`, ... of batches."""
     global _part
-    before, _part = _part, _Part(seed, rank, world)
+    previous, _part = _part, _Part(seed, rank, world)
     try:
         yield
     finally:
-        _part = before
+        _part = previous
 
 
 def uniform(like: Tensor) -> Tensor:
-    """Uniform numbers from 0 to 1, of the shape and on the device of another tensor."""
+    """Uniform numbers from 0 to 1, with the shape, type and device of `like`."""
     return _draw(torch.rand, like)
 
 
 def normal(like: Tensor) -> Tensor:
-    """Normal numbers, of the shape and on the device of another tensor."""
+    """Normal numbers, with the shape, type and device of `like`."""
     return _draw(torch.randn, like)
 
 
 def common(like: Tensor) -> Tensor:
-    """Uniform numbers from 0 to 1 that are no rows of a batch: the same in every process."""
+    """Uniform numbers from 0 to 1 that are the same in every process, for tensors that are not a batch."""
     return _draw(torch.rand, like, rows=False)
 
 
 def _draw(distribution: Callable[..., Tensor], like: Tensor, rows: bool = True) -> Tensor:
-    part, kind = _part, {"dtype": like.dtype, "device": like.device}
+    part, options = _part, {"dtype": like.dtype, "device": like.device}
     if part is None:
-        return distribution(like.shape, **kind)
+        return distribution(like.shape, **options)
     if not rows:
-        return distribution(like.shape, generator=part.of(like.device), **kind)
-    whole = (len(like) * part.world, *like.shape[1:])
-    return distribution(whole, generator=part.of(like.device), **kind)[part.rank :: part.world]
+        return distribution(like.shape, generator=part.generator(like.device), **options)
+    global_shape = (len(like) * part.world, *like.shape[1:])
+    return distribution(global_shape, generator=part.generator(like.device), **options)[part.rank :: part.world]

@@ -1,0 +1,5 @@
+"""From a torch model to a graph."""
+
+__all__ = [
+    "capture",
+]

@@ -1,0 +1,7 @@
+"""Networks as plain data, and passes over them."""
+
+__all__ = [
+    "nodes",
+    "reference",
+    "torch_module",
+]

@@ -1,0 +1,1 @@
+"""From a graph to programs of the native code."""

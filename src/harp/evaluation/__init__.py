@@ -1,0 +1,13 @@
+"""Robust accuracy, and the evidence for it."""
+
+__all__ = [
+    "accuracy",
+    "chance_level",
+    "confidence",
+    "consistency",
+    "model_checks",
+    "predict",
+    "results",
+    "runner",
+    "score",
+]

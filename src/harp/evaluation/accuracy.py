@@ -1,0 +1,64 @@
+"""The accuracy of a network on a test set, as a result that names all it depends on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from harp.attacks import Ball
+from harp.data.dataset import DataSet
+from harp.data.decodable import readable
+from harp.evaluation.predict import classes_of
+from harp.evaluation.runner import BATCH, Assault, Outcome
+from harp.evaluation.score import score, subset
+
+DEFAULT = Ball(8 / 255, "linf")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network with the data that it is evaluated on, and the ball of perturbations that it was trained for."""
+
+    model: nn.Module
+    data: DataSet
+    threat: Ball = DEFAULT
+    dense: nn.Module | None = None  # the network before pruning, if a run has kept it
+    measured: tuple[Path, ...] = ()  # folders that may hold results of it, as `harp.evaluation.results` writes them
+
+
+def measure(
+    model: nn.Module,
+    source: DataSet,
+    name: str,
+    attack: Any,
+    *,
+    examples: int | None,
+    seed: int,
+    batch: int = BATCH,
+    **options: Any,
+) -> tuple[dict[str, Any], Outcome]:
+    """The accuracy with its 95 % interval and all that it depends on beside the network; and the attack's outcome.
+
+    `options` are further arguments of `harp.evaluation.runner.Assault`: to show progress, to save its state, to stop.
+    """
+    test = source.test.select(subset(len(source.test), examples, seed))
+    requested, test = len(test), readable(test, options.get("progress")).split
+    classes = classes_of(model, test.images, test.labels, source.num_classes)
+    outcome = Assault(model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **options).run()
+    scored = score(outcome.right, test.labels, attack, classes=classes, batch=batch, seed=seed)
+    low, high = scored.interval(balanced=source.balanced)
+    result = {
+        **scored.as_dict(),
+        "name": name,
+        "measure": "balanced accuracy" if source.balanced else "accuracy",
+        "value": scored.balanced_accuracy if source.balanced else scored.accuracy,
+        "low": low,
+        "high": high,
+        "data": source.name,
+        "source": source.source,
+        "seed": seed,
+    }
+    if len(test) < requested:
+        result["undecodable"] = requested - len(test)  # images that were left out
+    return result, outcome

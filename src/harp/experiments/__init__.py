@@ -1,0 +1,21 @@
+"""Runs and what they leave on disk."""
+
+__all__ = [
+    "artefact",
+    "build",
+    "compare",
+    "compose",
+    "energy",
+    "estimate",
+    "finished_run",
+    "loaded_run",
+    "plan",
+    "presets",
+    "recipe",
+    "records",
+    "run",
+    "run_folder",
+    "slurm",
+    "study",
+    "table",
+]

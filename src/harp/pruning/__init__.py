@@ -1,0 +1,13 @@
+"""What is pruned, how much of it, and which part."""
+
+__all__ = [
+    "allocation",
+    "channels",
+    "macs",
+    "masks",
+    "methods",
+    "papers",
+    "rounding",
+    "schedules",
+    "units",
+]
