@@ -62,10 +62,11 @@ def connection() -> Connection:
 
 
 @pytest.fixture
-def pair(ended: list[str], connection: Connection) -> Iterator[Pair]:
+def pair(ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """Two processes, here in one."""
     both = Peers(connection.store, 0, 2), Peers(connection, 1, 2)
     yield both
+    monkeypatch.setattr(peers, "SAVING", 0.05)  # a process whose connection was cut would be waited for
     for each in reversed(both):
         each.leave()
 
@@ -133,6 +134,25 @@ def test_a_late_note_does_not_hide_that_a_process_has_left(pair: Pair, connectio
     first = leaving(pair[0])
     first.join(20)
     assert not first.is_alive()
+
+
+def test_a_process_that_leaves_waits_for_its_heartbeat_to_end(pair: Pair, connection: Connection) -> None:
+    """Python aborts when a thread comes back from the store's C++ code while the interpreter shuts down."""
+    inside, free = threading.Event(), threading.Event()
+
+    def slow_multi_get(keys: list[str]) -> list[bytes]:
+        inside.set()
+        free.wait(60)
+        return list(connection.store.multi_get(keys))
+
+    connection.multi_get = slow_multi_get  # type: ignore[attr-defined]
+    assert inside.wait(60), "no heartbeat was sent"
+    second = leaving(pair[1])
+    second.join(0.2)
+    assert second.is_alive()
+    free.set()
+    second.join(60)
+    assert not second.is_alive()
 
 
 def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:

@@ -31,6 +31,7 @@ LATE = 30  # heartbeats without a new status, after which a process counts as de
 # Heartbeats to wait after another process failed: the same error may be about to occur here, and the launcher first
 # asks the remaining processes to save their state.
 GRACE = 3
+STORE_TIMEOUT = timedelta(seconds=60)  # the time limit of one access to the store
 SAVING = 120.0  # the longest time in seconds that a stopping process waits for the others to save
 _ORPHANED = 60.0  # seconds to save and exit after the launcher has died
 
@@ -85,7 +86,8 @@ class Peers(Alone):
         self._statuses: dict[int, dict[str, Any]] = {}
         self._over, self._sending = threading.Event(), threading.Lock()
         self._send_status()
-        threading.Thread(target=self._heartbeat, name="pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._heartbeat, name="pulse", daemon=True)
+        self._thread.start()
 
     def listen(self, stop: Stop) -> None:
         """Share requests to stop: one made here reaches all processes, and theirs set `stop` here."""
@@ -154,6 +156,8 @@ class Peers(Alone):
             return
         self._left = in_order
         self._over.set()
+        # Python aborts if a thread returns from the store's C++ code while the interpreter shuts down.
+        self._thread.join(STORE_TIMEOUT.total_seconds())
         try:
             self._send_status()
             if in_order and (self.rank == 0 or (self._stop is not None and self._stop.signal is not None)):
@@ -187,9 +191,8 @@ class Peers(Alone):
                 self._send_status()
                 statuses = self._read_statuses()
             except RuntimeError:
-                if not self._over.wait(
-                    2 * BEAT
-                ):  # in a normal end process 0 may exit first: leave time to end here too
+                # In a normal end process 0 may exit first: leave time to end here too.
+                if not self._over.wait(2 * BEAT):
                     _exit_lost("the first process of the run can't be reached")
                 return
             for rank, status in statuses.items():
@@ -226,7 +229,7 @@ def of_this_run() -> Alone:
 def _peers() -> Peers:
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # A separate connection: a collective operation that waits must not block the heartbeat.
-    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
     prefixed = PrefixStore(f"harp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     peers = Peers(prefixed, dist.get_rank(), dist.get_world_size())
     # Python sets `sys.last_value` when it prints an exception that nothing caught.
