@@ -10,7 +10,20 @@ from typing import Annotated
 import typer
 
 from harp import __version__
-from harp.cli import bench, compare, estimate, evaluate, export, looking, ranks, shards, signals, slim, training
+from harp.cli import (
+    bench,
+    compare,
+    estimate,
+    evaluate,
+    export,
+    looking,
+    ranks,
+    reproduce,
+    shards,
+    signals,
+    slim,
+    training,
+)
 from harp.errors import LOST, HarpError, Interrupted, Lost
 
 app = typer.Typer(
@@ -44,6 +57,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "run": training.run,
     "prune": training.prune,
     "compare": compare.compare,
+    "reproduce": reproduce.reproduce,
     "estimate": estimate.estimate,
     "evaluate": evaluate.evaluate,
     "report": evaluate.report,

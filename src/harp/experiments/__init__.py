@@ -13,6 +13,7 @@ __all__ = [
     "presets",
     "recipe",
     "records",
+    "reproduction",
     "run",
     "run_folder",
     "slurm",
