@@ -33,8 +33,8 @@ def reproduce(
     Example: harp reproduce overview --data-dir DIR      the paper's own experiment, for GPUs
     Example: harp reproduce overview --check runs/       judge runs that were made elsewhere
 
-    Verdicts are by 95 % intervals, with tolerances that were fixed before: reproduced, differs, open, not run. Orders of
-    methods are judged by paired intervals over seeds. Interrupted? The same command goes on.
+    Verdicts are by 95 % intervals, with tolerances that were fixed before: reproduced, differs, open, not run. Orders
+    of methods are judged by paired intervals over seeds. Interrupted? The same command goes on.
     """
     from harp.errors import RecipeError
     from harp.experiments.reproduction import claim as claims
@@ -56,7 +56,7 @@ def reproduce(
     if bundle is not None:
         found.write(bundle)
         typer.echo(f"bundle    {bundle}", err=as_json)
-    _show(chosen, found, small, out, display, as_json)
+    _show(chosen, found, out, display, as_json)
 
 
 def _list(display: Any, as_json: bool) -> None:
@@ -66,7 +66,7 @@ def _list(display: Any, as_json: bool) -> None:
     rows = []
     for each in claims.shipped().values():
         verdicts = [judge.overall(each, evidence.shipped(each.id, small=small), small=small) for small in (False, True)]
-        runs, epochs = _length(each, small=False)
+        runs, epochs = each.full.length()
         cost = f"{runs:,} runs, {epochs:,} epochs" if runs else "seconds"
         rows.append([each.id, each.place, each.title, str(verdicts[0]), str(verdicts[1]), cost])
     columns = ("claim", "place", "what", "verdict", "small variant", "full cost")
@@ -77,27 +77,9 @@ def _list(display: Any, as_json: bool) -> None:
     typer.echo("\nharp reproduce CLAIM [--small] runs what is missing and prints the published numbers beside yours.")
 
 
-def _length(chosen: Any, *, small: bool) -> tuple[int, int]:
-    """Runs and epochs of a variant, every seed; shared pre-training counts once."""
-    variant = chosen.small if small else chosen.full
-    runs = epochs = 0
-    for name, experiment in (variant.experiments if variant else {}).items():
-        recipes = experiment.recipes(name)
-        dense = sum(stage.epochs for stage in recipes["dense", None].stages) if ("dense", None) in recipes else 0
-        lengths = [sum(stage.epochs for stage in recipe.stages) for recipe in recipes.values()]
-        starts = [recipe.stages[0].pruner["name"] == "dense" for recipe in recipes.values()]
-        own = [
-            length - dense if start and length > dense else length
-            for length, start in zip(lengths, starts, strict=True)
-        ]
-        runs += len(recipes) * len(experiment.seeds)
-        epochs += sum(own) * len(experiment.seeds)
-    return runs, epochs
-
-
 def _cost(chosen: Any, small: bool, display: Any, as_json: bool) -> None:
     variant = chosen.variant(small=small)
-    runs, epochs = _length(chosen, small=small)
+    runs, epochs = variant.length()
     if as_json:
         typer.echo(json.dumps({"claim": chosen.id, "small": small, "runs": runs, "epochs": epochs}))
         return
@@ -149,29 +131,40 @@ def _evidence(
         planned = experiment.study(f"{chosen.id}-{name}", numbers)
         comparison = Comparison(planned, check or out, data_dir=data_dir, display=display)
         if check is None:
-            comparison.execute(jobs, stop=stop)
+            outcome = comparison.execute(jobs, stop=stop)
+            for run in outcome["runs"]:
+                if run["failed"] is not None:
+                    typer.echo(f"failed    {run['name']}: {run['failed']}", err=True)
         comparisons[name] = comparison
     return evidence.collect(chosen, small=small, comparisons=comparisons)
 
 
-def _show(chosen: Any, found: Any, small: bool, out: Path, display: Any, as_json: bool) -> None:
-    """Print every number and order with its verdict, and write the tables."""
+def _show(chosen: Any, found: Any, out: Path, display: Any, as_json: bool) -> None:
+    """Print every number and order with its verdict, and write the tables and the figure."""
     from harp.experiments.reproduction import judge
+    from harp.reports import claims
 
     small = found.variant == "small"
     values = [] if small else [line for _, line in judge.values(chosen, found)]
-    orders = judge.orders((chosen.small if small else chosen.full).orders, found)
+    orders = judge.orders(chosen.variant(small=small).orders, found)
     lines = [*values, *orders, *([] if small else judge.computed(chosen))]
     verdict = judge.overall(chosen, found, small=small)
+    folder = out / f"reproduce-{chosen.id}{'-small' if small else ''}"
+    claims.write(folder, chosen, found, small=small)
     if as_json:
-        rows = [
-            {"what": line.what, "published": line.published, "ours": line.ours, "verdict": line.verdict.state}
-            for line in lines
-        ]
-        typer.echo(json.dumps({"claim": chosen.id, "small": small, "verdict": str(verdict), "lines": rows}, indent=2))
+        keys = ("what", "published", "ours", "verdict")
+        cells = [(line.what, line.published, line.ours, line.verdict.state) for line in lines]
+        told = {"claim": chosen.id, "small": small, "verdict": str(verdict), "folder": str(folder)}
+        typer.echo(json.dumps({**told, "lines": [dict(zip(keys, cell, strict=True)) for cell in cells]}, indent=2))
         return
+    for name, rows in claims.tables(chosen, found, small=small).items():
+        display.table(f"\n{chosen.place}, {name}: published | ours", tuple(rows[0]), rows[1:])
     table = [[line.what, line.published, line.ours, line.verdict.state.value] for line in lines]
-    display.table(f"\n{chosen.place}: {chosen.title}", ("what", "published", "ours", "verdict"), table)
+    display.table(f"\n{chosen.title}", ("what", "published", "ours", "verdict"), table)
     typer.echo(f"\nverdict   {verdict}")
     for text in chosen.departures:
         typer.echo(f"departure {text}")
+    typer.echo(f"files     {folder}")
+    missing = chosen.variant(small=small).length()[0] - len(found.records)
+    if missing > 0:
+        typer.echo(f"missing   {missing} of the claim's runs; the same command does what is not done")

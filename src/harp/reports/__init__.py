@@ -2,6 +2,7 @@
 
 __all__ = [
     "card",
+    "claims",
     "html",
     "leaderboards",
     "plots",

@@ -123,6 +123,19 @@ class Variant(_Part):
     experiments: dict[str, Experiment]
     orders: tuple[Order, ...] = ()
 
+    def length(self) -> tuple[int, int]:
+        """The number of runs and of their epochs, over all seeds; a pre-training that runs share counts once."""
+        runs = epochs = 0
+        for name, experiment in self.experiments.items():
+            planned = experiment.recipes(name)
+            shared = planned.get((DENSE, None))
+            before = [] if shared is None else shared.stages
+            for (_, keep), recipe in planned.items():
+                own = recipe.stages[len(before) :] if keep and recipe.stages[: len(before)] == before else recipe.stages
+                runs += len(experiment.seeds)
+                epochs += len(experiment.seeds) * sum(stage.epochs for stage in own)
+        return runs, epochs
+
 
 class Claim(_Part):
     """A table or figure of the paper."""

@@ -3,8 +3,8 @@
     {"claim": "overview", "variant": "small", "harp": ..., "commit": ..., "date": ..., "machine": ..., "records": [...]}
 
 A record is one run: experiment, method, share, seed, the digest of its recipe, how much it keeps, and by measure a
-value in per cent with the number of images. `problems` says what is wrong with a file, so that numbers made elsewhere can be
-taken over. Beside accuracies, measures are
+value in per cent with the number of images. `problems` says what is wrong with a file, so that numbers made elsewhere
+can be taken over. Beside accuracies, measures are
 
     kept first, kept last              the share of the first and of the last layer's weights that is kept
     pruned natural, pruned robust      accuracy on held-out images in the last epoch of pruning
@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from harp import __version__
@@ -153,7 +154,7 @@ def made(claim: Claim, records: Iterable[Record], *, small: bool) -> Evidence:
         harp=__version__,
         commit=_commit(),
         date=datetime.now(UTC).date().isoformat(),
-        machine=f"{platform.system()} {platform.machine()}",
+        machine=f"{platform.system()} {platform.machine()}, {_device()}",
         records=tuple(records),
     )
 
@@ -163,7 +164,7 @@ def record(experiment: str, entry: Entry) -> Record:
     run = run_folder.read(entry.folder)
     summary, budget = run.summary, run_folder.budget_of(run.summary)
     results = list(summary["results"])
-    attack = next((result["attack"] for result in results if result.get("attack")), {})
+    attack: Mapping[str, Any] = next((result["attack"] for result in results if result.get("attack")), {})
     values = {result["name"]: Value(value=100 * result["value"], images=result["n"]) for result in results}
     return Record(
         experiment=experiment,
@@ -207,7 +208,7 @@ def _history(facts: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
 
 
 def _middle_magnitude(folder: Path, names: Sequence[str]) -> float:
-    weights = load_tensors(folder / "model.safetensors")
+    weights, _ = load_tensors(folder / "model.safetensors")
     kept = [weights[name][weights[name] != 0].abs().double() for name in names[1:-1] if name in weights]
     count = sum(values.numel() for values in kept)
     return 100 * sum(float(values.sum()) for values in kept) / max(1, count)
@@ -232,8 +233,9 @@ def problems(evidence: Evidence, claim: Claim) -> list[str]:
                 found.append(f"{name}: the claim has no such run")
         elif digest(recipe) != run.recipe:
             found.append(f"{name}: recipe {run.recipe}, the claim's is {digest(recipe)}")
-        if run.keep is not None and run.unit == "weights" and run.kept != math.floor(run.keep * run.size + 0.5):
-            found.append(f"{name}: keeps {run.kept} of {run.size}, not {math.floor(run.keep * run.size + 0.5)}")
+        if run.keep is not None and run.kept > math.floor(run.keep * run.size + 0.5):
+            budget = math.floor(run.keep * run.size + 0.5)
+            found.append(f"{name}: keeps {run.kept:,} of {run.size:,} {run.unit}, the budget is {budget:,}")
         for measure, value in run.values.items():
             right = value.value / 100 * value.images
             if value.images and not run.balanced and abs(right - round(right)) > 1e-3:
@@ -241,6 +243,10 @@ def problems(evidence: Evidence, claim: Claim) -> list[str]:
             if value.images and not 0 <= value.value <= 100:
                 found.append(f"{name}: {measure} {value.value} % is no share")
     return found
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 def _commit() -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from harp.experiments.reproduction import verdict
 from harp.experiments.reproduction.claim import Cell, Claim, Order
-from harp.experiments.reproduction.computed import compute
+from harp.experiments.reproduction.computed import Value, compute
 from harp.experiments.reproduction.evidence import Evidence
 from harp.experiments.reproduction.verdict import State, Verdict
 
@@ -39,12 +39,12 @@ def computed(claim: Claim) -> list[Judged]:
     """The quantities that need no data."""
     judged = []
     for quantity in claim.computed:
-        found = compute(quantity.what, quantity.arguments)
-        expected = quantity.expected
-        pairs = list(zip(found, expected, strict=False)) if isinstance(found, list) else [(found, expected)]
-        same_length = not isinstance(found, list) or (isinstance(expected, list) and len(found) == len(expected))
-        agree = same_length and all(_close(ours, theirs, quantity.tolerance) for ours, theirs in pairs)
-        state = State.REPRODUCED if agree else State.LOWER
+        found, expected = compute(quantity.what, quantity.arguments), quantity.expected
+        ours, theirs = _items(found), _items(expected)
+        agree = len(ours) == len(theirs) and all(
+            _close(one, other, quantity.tolerance) for one, other in zip(ours, theirs, strict=True)
+        )
+        state = State.REPRODUCED if agree else State.DIFFERS
         arguments = ", ".join(f"{key} {value}" for key, value in quantity.arguments.items() if not _long(value))
         text = f"{quantity.what.replace('_', ' ')}{', ' * bool(arguments)}{arguments}"
         judged.append(Judged(text, _short(expected), _short(found), Verdict(state)))
@@ -84,8 +84,12 @@ def _order(order: Order, other: str, keep: float, evidence: Evidence | None) -> 
     return Judged(text, "ahead" if order.by >= 0 else "level", found.detail or "–", found)
 
 
-def _close(ours: float | str, theirs: object, tolerance: float) -> bool:
-    if isinstance(ours, str) or not isinstance(theirs, (int, float)):
+def _items(value: Value) -> list[float | str]:
+    return [*value] if isinstance(value, list) else [value]
+
+
+def _close(ours: float | str, theirs: float | str, tolerance: float) -> bool:
+    if isinstance(ours, str) or isinstance(theirs, str):
         return ours == theirs
     return abs(ours - theirs) <= tolerance
 

@@ -23,6 +23,7 @@ class State(StrEnum):
     HOLDS = "order holds"
     HIGHER = "differs: higher"
     LOWER = "differs: lower"
+    DIFFERS = "differs"
     CONTRADICTED = "order contradicted"
     OPEN = "open"
     NOT_RUN = "not run"
@@ -31,7 +32,7 @@ class State(StrEnum):
 
 
 GOOD = (State.REPRODUCED, State.HOLDS)
-BAD = (State.HIGHER, State.LOWER, State.CONTRADICTED)
+BAD = (State.CONTRADICTED, State.LOWER, State.HIGHER, State.DIFFERS)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def overall(verdicts: Iterable[Verdict]) -> Verdict:
     if missing == len(states):
         return Verdict(State.NOT_RUN)
     if bad:
-        worst = next(state for state in (State.CONTRADICTED, State.LOWER, State.HIGHER) if state in states)
+        worst = next(state for state in BAD if state in states)
         return Verdict(worst, f"{bad} of {len(states)}, {detail} as published")
     if good == len(states):
         return Verdict(State.HOLDS if State.REPRODUCED not in states else State.REPRODUCED, detail)
