@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from harp.data.datasets.wordnet import class_names
-from harp.data.formats import Names, Payload, TarIndex, read_mat5_records
+from harp.data.datasets.image_folder import class_names
+from harp.data.formats.bounded import Payload
+from harp.data.formats.byte_ranges import Names
+from harp.data.formats.matlab import read_mat5_records
+from harp.data.formats.tar import TarIndex
 from harp.data.registry import load
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp.data.formats import Centre, careful, upright
+from harp.data.formats.images import Centre, decode_image, strict_warnings
 from harp.data.streaming.augment import ResizedCrop
 from harp.errors import DataError, RecipeError
 from support.pictures import encoded
@@ -25,8 +25,8 @@ def saved(image: Any, kind: str, **options: Any) -> bytes:
 
 
 def pixels(data: bytes) -> np.ndarray:
-    with careful():
-        return np.asarray(upright(data, "x"))
+    with strict_warnings():
+        return np.asarray(decode_image(data, "x"))
 
 
 def test_grey_of_8_and_16_bits_is_the_same_grey() -> None:
@@ -92,7 +92,7 @@ def test_floating_point_pixels_are_refused() -> None:
 @given(width=st.integers(3, 70), height=st.integers(3, 70), size=st.integers(1, 32))
 def test_a_margin_is_cut_off_as_usual(width: int, height: int, size: int) -> None:
     """The shorter side to 256 for 224, the other in proportion and rounded down, then the centre."""
-    image = upright(encoded(width * 71 + height, width, height, "PNG"), "x")
+    image = decode_image(encoded(width * 71 + height, width, height, "PNG"), "x")
     shorter, scale = round(size * 256 / 224), min(width, height)
     wide, tall = shorter * width // scale, shorter * height // scale
     left, top = round((wide - size) / 2), round((tall - size) / 2)
@@ -139,7 +139,7 @@ def test_a_picture_too_long_gives_its_centre() -> None:
 
 
 def test_a_crop_is_cut_resized_and_mirrored() -> None:
-    image = upright(encoded(3, 40, 30, "PNG"), "x")
+    image = decode_image(encoded(3, 40, 30, "PNG"), "x")
     crop = ResizedCrop()
     draws = crop.draw(1, torch.Generator().manual_seed(5))[0].numpy()
     expected = np.asarray(image.crop(crop.box(40, 30, draws)).resize((8, 8), pillow.Resampling.BILINEAR))

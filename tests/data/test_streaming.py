@@ -19,11 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harp.data.batches import Augment, Batches, ResizedCrop
-from harp.data.formats import Place
+from harp.data.datasets.image_folder import whole_files
+from harp.data.decodable import Corrupt
+from harp.data.formats.byte_ranges import Place, read_place
+from harp.data.formats.images import Centre
 from harp.data.registry import DataSet, Split, holdout, load
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.unreadable import Corrupt
-from harp.data.streaming.workers import PREFETCH, Checking, Job, Loading, default_workers
+from harp.data.streaming.workers import PREFETCH, Checking, Job, Loader, default_workers
 from harp.errors import DataError, RecipeError
 from support.pictures import damage, encoded, fill
 
@@ -197,8 +199,8 @@ def test_jobs_are_taken_no_further_ahead_than_said(folder: Path) -> None:
             taken.append(number)
             yield Job([])
 
-    loading = Loading(Checking(), 2)
-    for done, _ in enumerate(loading(jobs()), start=1):
+    loader = Loader(Checking(), 2)
+    for done, _ in enumerate(loader(jobs()), start=1):
         assert len(taken) <= done + 2 * PREFETCH
     assert done == 40
 
@@ -249,7 +251,7 @@ if __name__ == "__main__":
     batches = Batches(load("folder", sys.argv[1], 8, stream=True).train, 2, workers=2)
     found = batches(0)
     next(found)
-    print(*(worker.pid for worker in batches._loading._loader._iterator._workers), flush=True)
+    print(*(worker.pid for worker in batches._loader._loader._iterator._workers), flush=True)
     time.sleep(100)
 """
 
@@ -267,7 +269,7 @@ def test_workers_end_with_a_training_that_was_killed(folder: Path, tmp_path: Pat
 
 
 def _worker(batches: Batches) -> int:
-    pid: int = batches._loading._loader._iterator._workers[0].pid
+    pid: int = batches._loader._loader._iterator._workers[0].pid
     return pid
 
 
@@ -371,9 +373,7 @@ def test_memory_is_flat(tmp_path: Path, workers: int) -> None:
 
 
 def _repeated(path: Path, count: int) -> Streamed:
-    from harp.data.formats import Centre, whole_files
-
-    return Streamed(whole_files(str(path.parent), [path.name] * count, [path.stat().st_size] * count), Centre(96))
+    return Streamed(whole_files(path.parent, [(path.name, path.stat().st_size)] * count), Centre(96))
 
 
 def _resident(pid: int) -> int:
@@ -381,8 +381,6 @@ def _resident(pid: int) -> int:
 
 
 def test_places_have_their_bytes(tmp_path: Path) -> None:
-    from harp.data.formats import read_place
-
     path = tmp_path / "a"
     path.write_bytes(b"0123456789")
     assert read_place(Place("a", str(path), 2, 3)) == b"234"

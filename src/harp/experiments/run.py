@@ -27,9 +27,8 @@ from torch.optim import AdamW, Optimizer
 from harp.attacks import Attack
 from harp.data import registry
 from harp.data.batches import Augment, Batches, ResizedCrop
-from harp.data.decodable import readable
+from harp.data.decodable import Corrupt, readable
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.unreadable import Corrupt
 from harp.data.streaming.workers import default_workers
 from harp.errors import Diverged, Interrupted, RecipeError
 from harp.evaluation import chance_level

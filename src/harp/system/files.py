@@ -248,3 +248,8 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def user_cache() -> Path:
+    """The folder for files that can be created again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harp"
