@@ -7,10 +7,10 @@ Every random choice depends only on the seed, the epoch, the index of the batch 
 was stopped in the middle of an epoch continues with the same images, with any number of processes and workers.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from itertools import tee
 from typing import NamedTuple
 
 import torch
@@ -114,15 +114,9 @@ class Batches:
         return part.images, part.labels
 
     def _streamed(self, images: Streamed, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, Tensor]]:
-        pending = deque[_Plan]()
-
-        def jobs() -> Iterator[Job]:
-            for plan in plans:
-                pending.append(plan)
-                yield _job(images, plan.indices, plan.draws)
-
-        for decoded, failures in self._loader(jobs()):
-            plan = pending.popleft()
+        plans, ahead = tee(plans)  # jobs are taken ahead of their results
+        results = self._loader(_job(images, plan.indices, plan.draws) for plan in ahead)
+        for plan, (decoded, failures) in zip(plans, results, strict=True):
             indices = plan.indices.clone()
             for row, reason in failures.items():
                 self._undecodable.tell(reason)

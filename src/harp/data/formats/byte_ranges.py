@@ -45,23 +45,14 @@ class Names:
 
 @dataclass(frozen=True, eq=False)
 class Extents:
-    """The places of many encoded images below a folder: whole files, or members of archives.
+    """The places of many encoded images below a folder: whole files, or members of archives."""
 
-    Arguments:
-        root: the folder that names and archives are relative to.
-        names: the names of the images; for whole files these are the paths.
-        sizes: the sizes in bytes.
-        archives: the files that contain the images, if the images are members of archives.
-        held: the index of the archive of each image.
-        offsets: the position of each image in its archive.
-    """
-
-    root: str
-    names: Names
-    sizes: Integers
+    root: str  # the folder that names and archives are relative to
+    names: Names  # for whole files these are the paths
+    sizes: Integers  # in bytes
     archives: tuple[str, ...] = ()
-    held: Integers | None = None
-    offsets: Integers | None = None
+    held: Integers | None = None  # for members: the number of the archive of each image
+    offsets: Integers | None = None  # for members: the position of each image in its archive
 
     def __len__(self) -> int:
         return len(self.names)

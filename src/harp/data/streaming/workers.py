@@ -15,11 +15,10 @@ import os
 import signal
 import threading
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import tee
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from harp.data.formats.byte_ranges import Place, read_place
 from harp.data.formats.images import Centre, decode_image, strict_warnings
 from harp.data.streaming.augment import Augment, ResizedCrop
 from harp.data.streaming.images import decode
-from harp.errors import DataError
+from harp.errors import DataError, RecipeError
 from harp.system import files
 from harp.system.distributed import affinity
 from harp.system.interrupt import SIGNALS
@@ -103,20 +102,21 @@ class Loader:
     """
 
     def __init__(self, task: Decoding | Checking, workers: int) -> None:
+        if workers < 0:
+            raise RecipeError(f"workers {workers}, expected 0 or more")
         self.task, self.workers = task, workers
         self._jobs = _Jobs()
         self._loader: DataLoader[Decoded] | None = None
 
     def __call__(self, jobs: Iterable[Job]) -> Iterator[Decoded]:
         """The results of the jobs, in their order; jobs are taken from the iterable only when they are needed."""
-        rest = iter(jobs)
-        pending = self._jobs.begin(rest)
         if self.workers:
+            jobs, self._jobs.ahead = tee(jobs)
             try:
                 if self._loader is None:
                     self._loader = _data_loader(self.task, self.workers, self._jobs)
                 for result in self._loader:
-                    pending.popleft()
+                    next(jobs)
                     yield result
                 return
             except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
@@ -124,26 +124,18 @@ class Loader:
                     raise
                 reason = files.reason(error)
                 logger.warning("a loading process died (%s); images are decoded in this one for now", reason)
-                self._loader = None
-        for job in chain(list(pending), rest):
+                self._loader, self._jobs.ahead = None, iter(())
+        for job in jobs:
             yield self.task[job]
 
 
 class _Jobs:
-    """The jobs of the current call, which the DataLoader takes as the indices of its sampler.
+    """The sampler of the DataLoader: the jobs of the current call. It must not refer to the `Loader`, see there."""
 
-    An object of its own: if the sampler referred to the `Loader`, the workers would not end with that.
-    """
-
-    def begin(self, jobs: Iterator[Job]) -> deque[Job]:
-        """Start with new jobs; returns the jobs that are taken, from which the caller removes those that are done."""
-        self.jobs, self.taken = jobs, deque[Job]()
-        return self.taken
+    ahead: Iterator[Job] = iter(())
 
     def __iter__(self) -> Iterator[Job]:
-        for job in self.jobs:
-            self.taken.append(job)
-            yield job
+        return self.ahead
 
 
 def _data_loader(task: Decoding | Checking, workers: int, jobs: _Jobs) -> DataLoader[Decoded]:
