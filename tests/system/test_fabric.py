@@ -31,11 +31,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
-    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
-    cluster = fabric.launch("32-true", "cpu", node_rank=3).settings["strategy"].cluster_environment
-    assert (cluster.global_rank(), cluster.world_size(), cluster.local_rank(), cluster.node_rank()) == (1, 2, 1, 0)
-    monkeypatch.setattr(fabric.environment, "here", lambda: None)
+    with monkeypatch.context() as started:
+        for name, value in Place(1, 2, 1, 2).environment().items():
+            started.setenv(name, value)
+        cluster = fabric.launch("32-true", "cpu", node_rank=3).settings["strategy"].cluster_environment
+        assert (cluster.global_rank(), cluster.world_size(), cluster.local_rank(), cluster.node_rank()) == (1, 2, 1, 0)
     (cluster,) = fabric.launch("32-true", "cpu", node_rank=3).settings["plugins"]
     assert (cluster.global_rank(), cluster.world_size()) == (0, 1)
     with pytest.raises(RecipeError, match=r"node rank 3 .* of 1 nodes: give 0 to 0"):
@@ -53,7 +54,8 @@ class Launched:
 
 
 def test_buffers_are_not_exchanged_with_every_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
+    for variable, value in Place(1, 2, 1, 2).environment().items():
+        monkeypatch.setenv(variable, value)
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
     (name, wish), *more = fabric.launch("32-true", "cpu").settings["strategy"]._ddp_kwargs.items()
     assert name in ("broadcast_buffers", "forward_sync_buffers") and wish is False and not more
@@ -103,23 +105,18 @@ def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.M
 # ---------------------------------------------------------------- cores
 
 
-class Beside:
-    """The processes of a machine, bound to cores, and one of another machine."""
-
-    def __init__(self, *cores: set[int]) -> None:
-        self.cores = cores
-
-    def gather(self, value: Any) -> list[Any]:
-        return [*((value[0], bound) for bound in self.cores), ("another machine", value[1])]
+def sharing(*bound: set[int]) -> int:
+    """With the processes of this machine bound to these cores, and one process on another machine."""
+    return cores.sharers(lambda own: [*((own[0], frozenset(each)) for each in bound), ("another machine", own[1])])
 
 
 def test_processes_share_cores_unless_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As srun binds tasks; LOCAL_WORLD_SIZE is not set there."""
     monkeypatch.setattr(cores, "usable", lambda: frozenset({0, 1, 2}))
-    assert cores.sharers(Beside({0, 1, 2})) == 1
-    assert cores.sharers(Beside({0, 1, 2}, {3, 4, 5}, {6, 7, 8})) == 1
-    assert cores.sharers(Beside(*[{0, 1, 2}] * 4)) == 4
-    assert cores.sharers(Beside({0, 1, 2}, {2, 3})) == 2
+    assert sharing({0, 1, 2}) == 1
+    assert sharing({0, 1, 2}, {3, 4, 5}, {6, 7, 8}) == 1
+    assert sharing(*[{0, 1, 2}] * 4) == 4
+    assert sharing({0, 1, 2}, {2, 3}) == 2
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ class Run:
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
         self.data = source or registry.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
-        sharers = affinity.sharers(self.peers)
+        sharers = affinity.sharers(self.peers.gather)
         self.workers = default_workers(sharers) if workers is None else workers
         count = recipe.data.held(len(self.data.train))
         self.train, self.held = registry.holdout(self.data.train, count, derive(recipe.seed, "holdout"))
