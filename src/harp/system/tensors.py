@@ -126,9 +126,11 @@ def load_state(path: StrPath) -> dict[str, Any]:
     """Read a state that `save_state` wrote; its tensors are on the CPU."""
     _first_bytes(path)
     try:
-        digest.check(Path(path))
+        damaged = digest.intact(Path(path)) is False
     except OSError as error:
         raise CheckpointError(f"can't read {path}: {one_line(error)}") from error
+    if damaged:
+        raise CheckpointError(f"{path} is damaged: it is not what was written, by the digest at its end")
     state = _read_torch(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a training")
@@ -175,7 +177,6 @@ def _read_safetensors(path: StrPath) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _read_torch(path: StrPath) -> object:
     """The content of a torch file that holds only tensors and plain values."""
-    _first_bytes(path)
     try:
         size = os.path.getsize(path)
         if zipfile.is_zipfile(path):
