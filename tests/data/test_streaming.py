@@ -23,7 +23,7 @@ from harp.data.formats.byte_ranges import Place, read_place
 from harp.data.formats.images import Centre
 from harp.data.registry import DataSet, Split, holdout, load
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.workers import PREFETCH, Checking, Job, Loader, default_workers
+from harp.data.streaming.workers import PREFETCH, Decoder, Job, Loader, default_workers
 from harp.errors import DataError, RecipeError
 from support.pictures import damage, encoded, fill
 
@@ -197,7 +197,7 @@ def test_jobs_are_taken_no_further_ahead_than_said(folder: Path) -> None:
             taken.append(number)
             yield Job([])
 
-    loader = Loader(Checking(), 2)
+    loader = Loader(Decoder(Centre(8)), 2)
     for done, _ in enumerate(loader(jobs()), start=1):
         assert len(taken) <= done + 2 * PREFETCH
     assert done == 40

@@ -20,7 +20,7 @@ from harp.data.dataset import Split
 from harp.data.decodable import Corrupt
 from harp.data.streaming.augment import Augment, ResizedCrop
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.workers import Decoding, Job, Loader
+from harp.data.streaming.workers import Decoder, Job, Loader
 from harp.errors import DataError, RecipeError
 from harp.system.seeds import derive
 
@@ -128,7 +128,7 @@ class Batches:
         """The first image after `index` that can be decoded, and its index in the split."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            decoded, failures = self._loader.task[_job(images, torch.tensor([other]), draws)]
+            decoded, failures = self._loader.decoder[_job(images, torch.tensor([other]), draws)]
             if not failures:
                 return decoded[0], other
             self._undecodable.tell(failures[0])
@@ -141,7 +141,7 @@ class Batches:
     @cached_property
     def _loader(self) -> Loader:
         assert isinstance(self.split.images, Streamed)
-        return Loader(Decoding(self.split.images.crop, self.augment), self.workers)
+        return Loader(Decoder(self.split.images.crop, self.augment), self.workers)
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from harp.data.dataset import Split
+from harp.data.formats.images import Centre
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.workers import Checking, Job, Loader, default_workers
+from harp.data.streaming.workers import Decoder, Job, Loader, default_workers
 from harp.errors import CheckpointError, DataError
 from harp.system import files
 
@@ -163,7 +164,7 @@ def _cached(path: Path, count: int) -> list[int] | None:
 def _failures(images: Streamed, positions: Tensor, progress: Progress, workers: int) -> Iterator[tuple[int, str]]:
     """Decode the images at `positions`: the positions of those that fail, and the reasons."""
     chunks = [positions[start : start + _CHUNK] for start in range(0, len(positions), _CHUNK)]
-    results = Loader(Checking(), workers)(Job(images.places(chunk)) for chunk in chunks)
+    results = Loader(Decoder(Centre(1)), workers)(Job(images.places(chunk)) for chunk in chunks)
     done = 0
     for chunk, result in zip(chunks, results, strict=True):
         for row, reason in result.failures.items():

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from harp.data.formats.bounded import Array, Bytes
-from harp.data.formats.byte_ranges import Place, read_place
-from harp.data.formats.images import Centre, decode_image, strict_warnings
+from harp.data.formats.byte_ranges import Place
+from harp.data.formats.images import Centre
 from harp.data.streaming.augment import Augment, ResizedCrop
 from harp.data.streaming.images import decode
-from harp.errors import DataError, RecipeError
+from harp.errors import RecipeError
 from harp.system import files
 from harp.system.distributed import affinity
 from harp.system.interrupt import SIGNALS
@@ -61,8 +61,8 @@ class Decoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Decoding:
-    """The task to decode and augment images. Like a data set of torch, it is indexed: by a job."""
+class Decoder:
+    """Decodes and augments images. Like a data set of torch it is indexed, by a job."""
 
     crop: Centre
     augment: Augment | ResizedCrop | None = None
@@ -81,30 +81,16 @@ class Decoding:
         return Decoded(images, failures)
 
 
-class Checking:
-    """The task to check whether images can be decoded."""
-
-    def __getitem__(self, job: Job) -> Decoded:
-        failures = {}
-        with strict_warnings():
-            for row, place in enumerate(job.places):
-                try:
-                    decode_image(read_place(place), place.name)
-                except DataError as error:
-                    failures[row] = str(error)
-        return Decoded(torch.empty(0, dtype=torch.uint8), failures)
-
-
 class Loader:
-    """Performs a task on many jobs in worker processes; without workers, in this process.
+    """Does many jobs in worker processes; without workers, in this process.
 
     The workers stay for the next call, and end with this object.
     """
 
-    def __init__(self, task: Decoding | Checking, workers: int) -> None:
+    def __init__(self, decoder: Decoder, workers: int) -> None:
         if workers < 0:
             raise RecipeError(f"workers {workers}, expected 0 or more")
-        self.task, self.workers = task, workers
+        self.decoder, self.workers = decoder, workers
         self._jobs = _Jobs()
         self._loader: DataLoader[Decoded] | None = None
 
@@ -114,7 +100,7 @@ class Loader:
             jobs, self._jobs.ahead = tee(jobs)
             try:
                 if self._loader is None:
-                    self._loader = _data_loader(self.task, self.workers, self._jobs)
+                    self._loader = _data_loader(self.decoder, self.workers, self._jobs)
                 for result in self._loader:
                     next(jobs)
                     yield result
@@ -126,7 +112,7 @@ class Loader:
                 logger.warning("a loading process died (%s); images are decoded in this one for now", reason)
                 self._loader, self._jobs.ahead = None, iter(())
         for job in jobs:
-            yield self.task[job]
+            yield self.decoder[job]
 
 
 class _Jobs:
@@ -138,11 +124,11 @@ class _Jobs:
         return self.ahead
 
 
-def _data_loader(task: Decoding | Checking, workers: int, jobs: _Jobs) -> DataLoader[Decoded]:
+def _data_loader(decoder: Decoder, workers: int, jobs: _Jobs) -> DataLoader[Decoded]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about more workers than cores, which the user has asked for
         return DataLoader(
-            task,  # type: ignore[arg-type]  # a DataLoader only needs its items
+            decoder,  # type: ignore[arg-type]  # a DataLoader only needs its items
             batch_size=None,
             sampler=jobs,  # any object can be an index
             num_workers=workers,
