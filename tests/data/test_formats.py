@@ -277,7 +277,7 @@ def test_mat5(order: str, compress: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_mat5_wide_numbers_and_what_is_passed_over(order: str) -> None:
+def test_mat5_wide_numbers_and_skipped_variables(order: str) -> None:
     numbers = np.array([[1.5, -2.0, 3e300]]).astype(f"{order}f8")
     text = matrix("t", np.zeros((1, 2), np.uint8), 4, 2, order)
     flags = element(6, struct.pack(f"{order}2I", 0x0806, 0), order)

@@ -141,7 +141,7 @@ def test_imagenet_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [100, 600, 1500, 5000])
-def test_a_truncated_archive_is_one_line(cut: int, tmp_path: Path) -> None:
+def test_a_truncated_archive_gives_an_error_of_one_line(cut: int, tmp_path: Path) -> None:
     inner = {f"{synset}.tar": tar_bytes({f"{synset}_1.JPEG": encoded(1, 60, 60)}) for synset in SYNSETS}
     path = tar(tmp_path / "ILSVRC2012_img_train.tar", inner)
     path.write_bytes(path.read_bytes()[:cut])
@@ -163,7 +163,7 @@ def test_records_of_a_mat_file() -> None:
             read_mat5_records(Payload("meta.mat", meta[:cut]), "synsets")
 
 
-def test_class_names_are_told_apart() -> None:
+def test_equal_class_names_get_their_synset() -> None:
     assert class_names(("a", "b", "c"), {"a": "crane, bird", "b": "crane"}) == ("crane (a)", "crane (b)", "c")
 
 
@@ -233,7 +233,7 @@ def test_shards(tmp_path: Path) -> None:
         load("shards", tmp_path, 8)
 
 
-def test_the_index_of_shards_is_kept_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_shards_is_cached_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     make_shards(root)
@@ -271,14 +271,14 @@ def test_the_index_of_shards_is_kept_and_not_trusted(tmp_path: Path, monkeypatch
         ([("k", {"jpg": b"x", "png": b"y", "cls": b"1"})], "expected one image a key"),
     ],
 )
-def test_shards_that_are_none(samples: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_shards_are_refused(samples: Any, message: str, tmp_path: Path) -> None:
     make_shards(tmp_path)
     shard(tmp_path / "train-000000.tar", samples)
     with pytest.raises(DataError, match=message):
         load("shards", tmp_path, 8)
 
 
-def test_truncated_shards(tmp_path: Path) -> None:
+def test_truncated_shards_are_refused(tmp_path: Path) -> None:
     make_shards(tmp_path)
     whole = (tmp_path / "train-000000.tar").read_bytes()
     for cut in (0, 100, 700, 2000):
@@ -290,13 +290,13 @@ def test_truncated_shards(tmp_path: Path) -> None:
         load("shards", tmp_path, 8)
 
 
-def test_names_come_back() -> None:
+def test_packed_names_are_restored_exactly() -> None:
     texts = ["a", "", "ü/é.jpg", b"\xff\xfe".decode("utf-8", "surrogateescape")]
     packed = Names.of(texts)
     assert [packed[row] for row in range(len(packed))] == texts
 
 
-def test_real_folder_listing_is_by_name(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
     fill(tmp_path, 6, 3)
     (tmp_path / "train/class0/deep").mkdir()
     (tmp_path / "train/class0/deep/1.jpg").write_bytes(encoded(1))

@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     return found
 
 
-def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_rank_is_ignored_if_torchrun_or_srun_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
     with monkeypatch.context() as started:
@@ -87,7 +87,7 @@ def test_bfloat16_is_for_gpus_that_have_it(gpu: None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "32-true"), ((8, 0), "bf16-mixed")])
-def test_a_torch_that_counts_emulation(
+def test_bfloat16_with_an_old_torch_that_counts_emulation(
     gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
@@ -95,7 +95,7 @@ def test_a_torch_that_counts_emulation(
     assert fabric.resolve("auto") == expected
 
 
-def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_gpu_does_not_change_the_precision(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
     assert fabric.resolve("auto", "cpu") == "32-true"
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
@@ -138,7 +138,7 @@ def test_processes_on_the_cpu_share_its_threads(
     assert started[0].get("OMP_NUM_THREADS") == expected
 
 
-def test_the_engine_says_that_it_is_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_divides_the_threads_of_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(Started):
         fabric.launch("32-true", "cpu", devices=99)
@@ -163,7 +163,7 @@ def test_addresses(text: str, expected: tuple[str, int | None]) -> None:
 
 
 @pytest.mark.parametrize("text", ["host:abc", "host:", ":29500", "", "a:70000", "a:0", "::1", "[::1", "a b:1"])
-def test_what_is_no_address_is_one_line(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"write HOST or HOST:PORT"):
         read_address(text)
 

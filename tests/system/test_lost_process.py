@@ -60,7 +60,7 @@ def broken_off(folder: Path, processes: int, victim: int | None, number: int, st
 
 
 @pytest.mark.parametrize(("processes", "victim", "after"), [(2, 1, 4), (2, 0, 1), (4, 2, 2)])
-def test_a_killed_process_ends_the_run_which_goes_on_with_others(
+def test_a_killed_process_ends_the_run_which_can_be_resumed(
     tmp_path: Path, straight: tuple[Any, ...], processes: int, victim: int, after: int
 ) -> None:
     stage = "pretrain" if victim else "prune"

@@ -84,21 +84,21 @@ def beats(process: Peers, count: int) -> None:
     until(lambda: process.beat > before + count)
 
 
-def test_one_that_fails_ends_the_others(pair: Pair, ended: list[str]) -> None:
+def test_a_failed_process_ends_the_others(pair: Pair, ended: list[str]) -> None:
     """Its exception may have been caught and told: nobody would find out by an exchange of NCCL for half an hour."""
     pair[1].leave(in_order=False)
     until(lambda: ended)
     assert ended[0].startswith(f"{LOST}: error: process 1 of 2 failed;")
 
 
-def test_one_that_is_done_ends_nobody(pair: Pair, ended: list[str]) -> None:
+def test_a_finished_process_does_not_end_the_others(pair: Pair, ended: list[str]) -> None:
     pair[1].leave()
     pair[1].leave(in_order=False)  # the first word counts
     beats(pair[0], 3 * peers.GRACE)
     assert not ended
 
 
-def test_one_that_says_nothing_more_is_dead(
+def test_a_process_without_heartbeat_counts_as_dead(
     pair: Pair, ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "LATE", 5)
@@ -113,7 +113,7 @@ def leaving(process: Peers) -> threading.Thread:
     return thread
 
 
-def test_the_first_goes_last(pair: Pair) -> None:
+def test_process_0_leaves_last(pair: Pair) -> None:
     """It keeps the notes: others who compute or save would lose them."""
     thread = leaving(pair[0])
     beats(pair[1], 5)
@@ -123,7 +123,7 @@ def test_the_first_goes_last(pair: Pair) -> None:
     assert not thread.is_alive()
 
 
-def test_a_late_note_does_not_hide_that_a_process_has_left(pair: Pair, connection: Connection) -> None:
+def test_a_late_heartbeat_does_not_overwrite_the_last_status(pair: Pair, connection: Connection) -> None:
     connection.slow.set()
     assert connection.reached.wait(60), "the pulse never came"
     second = leaving(pair[1])
@@ -155,7 +155,7 @@ def test_a_process_that_leaves_waits_for_its_heartbeat_to_end(pair: Pair, connec
     assert not second.is_alive()
 
 
-def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:
+def test_a_stopping_process_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:
     stops = [Stop(), Stop()]
     for process, stop in zip(pair, stops, strict=True):
         process.listen(stop)
@@ -169,12 +169,12 @@ def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str
     assert not thread.is_alive()
 
 
-def test_nobody_is_waited_for_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_others_has_a_time_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SAVING", 0.05)
     pair[0].leave()
 
 
-def test_who_waits_in_a_meeting_for_one_that_stopped_is_stopped_too(pair: Pair) -> None:
+def test_a_process_at_a_barrier_stops_if_another_one_stopped(pair: Pair) -> None:
     """And not told that the other one was lost, whichever of both it learns first."""
     stops = [Stop(), Stop()]
     for process, stop in zip(pair, stops, strict=True):
@@ -192,7 +192,7 @@ def test_who_waits_in_a_meeting_for_one_that_stopped_is_stopped_too(pair: Pair) 
     thread.join(60)
 
 
-def test_who_waits_in_a_meeting_for_one_that_ended_is_told(pair: Pair) -> None:
+def test_a_process_at_a_barrier_gets_an_error_if_another_one_ended(pair: Pair) -> None:
     pair[1].leave()
     with pytest.raises(Lost, match="process 1 of 2 ended before its work was done"):
         pair[0].meet()
@@ -202,7 +202,9 @@ def test_who_waits_in_a_meeting_for_one_that_ended_is_told(pair: Pair) -> None:
     ("code", "in_order"),
     [(0, True), (None, True), (UNFINISHED, True), (130, True), (1, False), (2, False), (76, False)],
 )
-def test_the_command_tells_how_it_ends(monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool) -> None:
+def test_the_command_reports_how_it_ends_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool
+) -> None:
     told: list[bool] = []
 
     class One(peers.Alone):
@@ -230,7 +232,7 @@ eval(sys.argv[1])
 
 
 @pytest.mark.parametrize(("last", "said"), [("None", "in order"), ("1 / 0", "failed")])
-def test_a_script_of_somebody_else_need_not_say_it(last: str, said: str) -> None:
+def test_a_user_script_need_not_report_how_it_ends(last: str, said: str) -> None:
     words = [sys.executable, "-c", SCRIPT, last]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{said}\n", done.stderr

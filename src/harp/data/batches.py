@@ -119,7 +119,7 @@ class Batches:
         for plan, (decoded, failures) in zip(plans, results, strict=True):
             indices = plan.indices.clone()
             for row, reason in failures.items():
-                self._undecodable.tell(reason)
+                self._undecodable.add(reason)
                 draws = None if plan.draws is None else plan.draws[row : row + 1]
                 decoded[row], indices[row] = self._next_readable(images, int(indices[row]), draws)
             yield decoded, self.split.labels[indices]
@@ -131,7 +131,7 @@ class Batches:
             decoded, failures = self._loader.decoder[_job(images, torch.tensor([other]), draws)]
             if not failures:
                 return decoded[0], other
-            self._undecodable.tell(failures[0])
+            self._undecodable.add(failures[0])
         raise DataError(f"none of {len(self.split):,} images can be decoded, expected images")
 
     @cached_property

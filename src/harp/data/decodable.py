@@ -47,29 +47,29 @@ class Corrupt:
     def __init__(self, images: int, share: float = SHARE, path: Path | None = None) -> None:
         self.images, self.path = images, path
         self.limit = int(share) if share >= 1 or share == 0 else max(_FEW, int(share * images))
-        self.found: list[str] = self._lines()
+        self.reasons: list[str] = self._lines()
         self._write_failed = False
 
-    def tell(self, reason: str) -> None:
+    def add(self, reason: str) -> None:
         """Add an image; raises `DataError` when there are more than the limit."""
-        if reason in self.found:
+        if reason in self.reasons:
             return
         self.catch_up()
-        if reason not in self.found:
+        if reason not in self.reasons:
             self._append(reason)
             self._report(reason)
-        if len(self.found) > self.limit:
-            count = f"{len(self.found)} of {self.images:,} images can't be decoded, expected at most {self.limit}"
-            raise DataError(f"{count} (data.corrupt); the first: {self.found[0]}")
+        if len(self.reasons) > self.limit:
+            count = f"{len(self.reasons)} of {self.images:,} images can't be decoded, expected at most {self.limit}"
+            raise DataError(f"{count} (data.corrupt); the first: {self.reasons[0]}")
 
     def catch_up(self) -> None:
         """Report the images that other processes have added to the file."""
         for reason in self._lines():
-            if reason not in self.found:
+            if reason not in self.reasons:
                 self._report(reason)
 
     def _report(self, reason: str) -> None:
-        self.found.append(reason)
+        self.reasons.append(reason)
         logger.warning("%s; the next readable image takes its place", reason)
 
     def _lines(self) -> list[str]:

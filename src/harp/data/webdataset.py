@@ -60,17 +60,17 @@ def write_shards(
     if count < 1 or (size is not None and size < 1):
         raise RecipeError(f"count {count}, size {size}: give at least 1")
     display = display or Quiet()
-    found = list_image_folder(folder, display)
+    listing = list_image_folder(folder, display)
     options: dict[str, Any] = {"count": count, "format": 1, "size": size}
     if size is not None:
         options["quality"] = _QUALITY
-    text = json.dumps([found.train.digest(), found.test.digest(), found.classes])
+    text = json.dumps([listing.train.digest(), listing.test.digest(), listing.classes])
     digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     _claim(out, {"digest": digest, **options})
-    files.write_text(out / "classes.txt", "".join(f"{name}\n" for name in found.classes))
+    files.write_text(out / "classes.txt", "".join(f"{name}\n" for name in listing.classes))
     left_out: list[str] = []
-    shards, done, total = 0, 0, len(found.train) + len(found.test)
-    splits = ("train", found.train, found.train_labels), ("test", found.test, found.test_labels)
+    shards, done, total = 0, 0, len(listing.train) + len(listing.test)
+    splits = ("train", listing.train, listing.train_labels), ("test", listing.test, listing.test_labels)
     with display.counting("shards", total):
         for part, extents, labels in splits:
             for number, chosen in enumerate(_chunks(part, len(extents), count)):

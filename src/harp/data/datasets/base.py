@@ -69,7 +69,7 @@ class InMemory(Source):
         """Read the files in `folder`."""
 
 
-class Found(NamedTuple):
+class Listing(NamedTuple):
     """The places of the images of a data set, their labels and classes, and one line about the origin."""
 
     train: Extents
@@ -84,7 +84,7 @@ class Encoded(Source):
     """A data set of image files, which are decoded once and kept in memory, or streamed."""
 
     @abstractmethod
-    def find(self, folder: Path, display: Quiet) -> Found:
+    def find(self, folder: Path, display: Quiet) -> Listing:
         """The places of the images, without opening one."""
 
     def open(
@@ -102,8 +102,8 @@ class Encoded(Source):
         if side is None:
             raise DataError(f"{self.name}: no image size for {folder}, expected size= in pixels, such as 64")
         crop = Centre(side, 1.0 if margin is None else margin)
-        found = self.find(folder, display)
-        images: list[Tensor] = [Streamed(found.train, crop), Streamed(found.test, crop)]
+        listing = self.find(folder, display)
+        images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]
         count, needed = sum(map(len, images)), sum(part.numel() for part in images)
         if not is_streamed(needed, stream, margin):
             memory = _memory_size()
@@ -116,10 +116,10 @@ class Encoded(Source):
         train, test = images
         return DataSet(
             name=self.name,
-            train=Split(train, torch.from_numpy(found.train_labels)),
-            test=Split(test, torch.from_numpy(found.test_labels)),
-            classes=found.classes,
-            source=found.source,
+            train=Split(train, torch.from_numpy(listing.train_labels)),
+            test=Split(test, torch.from_numpy(listing.test_labels)),
+            classes=listing.classes,
+            source=listing.source,
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.base import UNKNOWN, Encoded, Listing
 from harp.data.formats.bounded import Integers, first_line
 from harp.data.formats.byte_ranges import Extents, Names
 from harp.errors import DataError
@@ -21,7 +21,7 @@ Files = list[tuple[str, int]]  # paths relative to the root, and their sizes in 
 class Folder(Encoded):
     """The images of the user, at any size."""
 
-    def find(self, folder: Path, display: Quiet) -> Found:
+    def find(self, folder: Path, display: Quiet) -> Listing:
         """List all images below `folder`."""
         return list_image_folder(folder, display)
 
@@ -32,17 +32,17 @@ class TinyImageNet(Encoded):
     Classes are in the order of their synsets. The test images have no labels and are not used.
     """
 
-    def find(self, folder: Path, display: Quiet) -> Found:
+    def find(self, folder: Path, display: Quiet) -> Listing:
         """List the first folder that has training images."""
         places = (folder / self.name, folder / "tiny-imagenet-200", folder)
         place = next((place for place in places if (place / "train").is_dir() and (place / "val").is_dir()), None)
         if place is None:
             raise DataError(f"{self.name}: no train and val in {folder}, expected {self.files}")
-        found = list_image_folder(place, display, test="val")
-        return found._replace(classes=class_names(found.classes, read_words(place / "words.txt")))
+        listing = list_image_folder(place, display, test="val")
+        return listing._replace(classes=class_names(listing.classes, read_words(place / "words.txt")))
 
 
-def list_image_folder(root: Path, display: Quiet, test: str | None = None) -> Found:
+def list_image_folder(root: Path, display: Quiet, test: str | None = None) -> Listing:
     """Find the images in train/<class>/ and test/<class>/ (or val/<class>/; `test` says which), without opening one.
 
     Files in folders below a class folder are included (train/<class>/images/). The published layout of Tiny-ImageNet is
@@ -61,7 +61,7 @@ def list_image_folder(root: Path, display: Quiet, test: str | None = None) -> Fo
         raise DataError(f"{root}: can't be listed ({first_line(error)}), expected readable folders") from error
     classes = tuple(sorted(train_files))
     train, train_labels = joined(root, "train", train_files, classes)
-    return Found(train, train_labels, *joined(root, part, test_files, classes), classes, f"{root}; {UNKNOWN}")
+    return Listing(train, train_labels, *joined(root, part, test_files, classes), classes, f"{root}; {UNKNOWN}")
 
 
 def files_by_class(root: Path, part: str, display: Quiet) -> dict[str, Files]:

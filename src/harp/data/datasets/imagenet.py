@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.base import UNKNOWN, Encoded, Listing
 from harp.data.datasets.image_folder import class_names, files_by_class, joined, read_words, whole_files
 from harp.data.datasets.index import Entry, indexed
 from harp.data.formats.bounded import File, Integers, read_file
@@ -37,7 +37,7 @@ class ImageNet(Encoded):
     folders need the development kit for their labels.
     """
 
-    def find(self, folder: Path, display: Quiet) -> Found:
+    def find(self, folder: Path, display: Quiet) -> Listing:
         """Find both parts in the first folder that has training images."""
         places = (folder / self.name, folder / "ILSVRC2012", folder)
         place = next((path for path in places if (path / "train").is_dir() or (path / _TRAIN).is_file()), None)
@@ -48,7 +48,7 @@ class ImageNet(Encoded):
         test, test_labels = self._val(place, synsets, kit, display)
         words = read_words(place / "LOC_synset_mapping.txt") if kit is None else kit.words
         source = f"{place}; {len(train):,} + {len(test):,} images of {len(synsets)} classes, {UNKNOWN}"
-        return Found(train, train_labels, test, test_labels, class_names(synsets, words), source)
+        return Listing(train, train_labels, test, test_labels, class_names(synsets, words), source)
 
     def _val(self, place: Path, synsets: Sequence[str], kit: Devkit | None, display: Quiet) -> tuple[Extents, Integers]:
         folder, archive = place / "val", place / _VAL

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from harp.data.datasets.base import UNKNOWN, Encoded, Found
+from harp.data.datasets.base import UNKNOWN, Encoded, Listing
 from harp.data.datasets.index import Entry, indexed
 from harp.data.formats.bounded import Integers
 from harp.data.formats.tar import Member, TarIndex
@@ -26,7 +26,7 @@ _LARGEST_LABEL = (1 << 20) - 1  # every class up to the largest label gets a nam
 class Shards(Encoded):
     """Archives such as train-000000.tar and val-000000.tar, and classes.txt if the classes have names."""
 
-    def find(self, folder: Path, display: Quiet) -> Found:
+    def find(self, folder: Path, display: Quiet) -> Listing:
         """Read the index of the shards, or create it."""
         parts: dict[str, list[Path]] = {}
         for path in sorted(folder.glob("*.tar")):
@@ -38,7 +38,7 @@ class Shards(Encoded):
         train, train_labels = indexed(parts["train"], lambda: _scan(parts["train"], display))
         test, test_labels = indexed(tests, lambda: _scan(tests, display))
         classes = _classes(folder, train_labels, test_labels)
-        return Found(train, train_labels, test, test_labels, classes, f"{folder}; {UNKNOWN}")
+        return Listing(train, train_labels, test, test_labels, classes, f"{folder}; {UNKNOWN}")
 
 
 def _scan(archives: Sequence[Path], display: Quiet) -> Iterator[Entry]:

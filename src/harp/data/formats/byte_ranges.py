@@ -51,7 +51,7 @@ class Extents:
     names: Names  # for whole files these are the paths
     sizes: Integers  # in bytes
     archives: tuple[str, ...] = ()
-    held: Integers | None = None  # for members: the number of the archive of each image
+    archive_index: Integers | None = None  # for members: the number of the archive of each image
     offsets: Integers | None = None  # for members: the position of each image in its archive
 
     def __len__(self) -> int:
@@ -60,9 +60,9 @@ class Extents:
     def place(self, row: int) -> Place:
         """The place of one image."""
         name = self.names[row]
-        if self.held is None or self.offsets is None:
+        if self.archive_index is None or self.offsets is None:
             return Place(os.path.join(self.root, name), os.path.join(self.root, name))
-        path = os.path.join(self.root, self.archives[int(self.held[row])])
+        path = os.path.join(self.root, self.archives[int(self.archive_index[row])])
         return Place(f"{path}/{name}", path, int(self.offsets[row]), int(self.sizes[row]))
 
     def digest(self) -> str:
