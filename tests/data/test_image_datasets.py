@@ -1,4 +1,4 @@
-"""Large image data sets: the layouts that are published and that people keep."""
+"""Large image data sets, in the published layouts and the usual ones."""
 
 import io
 import tarfile
@@ -22,7 +22,7 @@ from support.pictures import encoded, fill, tar, tar_bytes
 pytest.importorskip("PIL.Image")
 
 SYNSETS = ("n01440764", "n01443537", "n02012849")
-# The kit counts classes in another order than their synsets'.
+# The kit numbers the classes in another order than that of the synsets.
 NUMBERS = {"n01440764": 2, "n01443537": 3, "n02012849": 1}
 
 
@@ -112,7 +112,7 @@ def test_imagenet_is_the_same_in_every_layout(tmp_path: Path) -> None:
     members = {path.name: path.read_bytes() for path in sorted((flat / "val").iterdir(), reverse=True)}
     tar(archives / "ILSVRC2012_img_val.tar", members)
     make_kit(archives, archive=True)
-    for root in (tmp_path / "flat", archives, archives):  # the second time by the index that is kept
+    for root in (tmp_path / "flat", archives, archives):  # the second time from the cached index
         found = load("imagenet", root, 16, margin=256 / 224)
         assert images_of(found) == known
         assert found.classes == ("tench", "crane (n01443537)", "crane (n02012849)")
@@ -148,6 +148,13 @@ def test_a_truncated_archive_gives_an_error_of_one_line(cut: int, tmp_path: Path
     with pytest.raises(DataError, match="damaged or truncated after") as caught:
         load("imagenet", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_an_inner_archive_without_its_end_is_refused(tmp_path: Path) -> None:
+    inner = tar_bytes({"a.JPEG": bytes(512)})
+    tar(tmp_path / "ILSVRC2012_img_train.tar", {"n1.tar": inner[:1024], "n2.tar": inner})
+    with pytest.raises(DataError, match=r"n1.tar: damaged or truncated after 1 files"):
+        load("imagenet", tmp_path)
 
 
 def test_records_of_a_mat_file() -> None:
@@ -186,7 +193,7 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
     assert found.test.labels.tolist() == [1] and len(found.train) == 6
     lazy = load("tiny-imagenet", root, stream=True)
     assert torch.equal(lazy.train.images[:], found.train.images)
-    sorted_out = root / "val" / SYNSETS[1]  # as many do it, with the list left behind
+    sorted_out = root / "val" / SYNSETS[1]  # a usual layout, with the list still there
     (root / "val/images").rename(sorted_out)
     assert torch.equal(load("tiny-imagenet", tmp_path).test.images, found.test.images)
     (root / "val/val_annotations.txt").unlink()
@@ -266,6 +273,7 @@ def test_the_index_of_shards_is_cached_and_checked(tmp_path: Path, monkeypatch: 
         ([("k", {"cls": b"1"})], "no image for k"),
         ([("k", {"jpg": b"x", "cls": b"cat"})], "expected a label from 0 up"),
         ([("k", {"jpg": b"x", "cls": b"-1"})], "expected a label from 0 up"),
+        ([("k", {"jpg": b"x", "cls": b"2000000000"})], "expected a label from 0 up to 1,048,575"),
         ([("k", {"jpg": b"x", "json": b'{"label": true}'})], "expected a label from 0 up"),
         ([("k", {"jpg": b"x", "json": b"no json"})], "no label for k"),
         ([("k", {"jpg": b"x", "png": b"y", "cls": b"1"})], "expected one image a key"),

@@ -1,4 +1,4 @@
-"""Decoding: every kind of file, every way to cut, and whatever is no image."""
+"""Decoding images of many formats, crops, and invalid images."""
 
 import io
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loading by name, what is checked on the way, and the images set aside."""
+"""Loading data sets by name, their checks, and hold-out splits."""
 
 import gzip
 import hashlib
@@ -23,7 +23,7 @@ from harp.errors import DataError
 from support import data_files as files
 from support.splits import numbered, numbers, quick
 
-# --- shipped
+# --- data sets of the package
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_svhn_wrong(tmp_path: Path) -> None:
             load("svhn", tmp_path)
 
 
-# --- what users bring
+# --- data of the user
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_check_batch() -> None:
     for images, labels, message in (
         (x * 255, y, r"range from .* expected all of them in \[0, 1\]"),
         (x - 0.5, y, "range from -0"),
-        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times what rounding is given
+        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times the tolerance
         (x.masked_fill(torch.arange(2) == 1, 1 + 3e-6), y, "range from .* to 1"),
         (x.clone().fill_(float("nan")), y, "nan"),
         (x.masked_fill(torch.arange(4).view(4, 1, 1, 1) == 1, float("inf")), y, "inf"),

@@ -1,4 +1,4 @@
-"""Images that stay in their files: tensors to whoever indexes them, and the same batches as from memory."""
+"""Streamed images: indexed like tensors, with the same batches as images in memory."""
 
 import copy
 import logging
@@ -356,7 +356,7 @@ def test_a_missing_image_file_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_memory_is_flat(tmp_path: Path, workers: int) -> None:
-    """Going through many images leaves nothing behind, here and in the worker."""
+    """Decoding many images does not increase the memory, here and in the worker."""
     path = tmp_path / "x.jpg"
     path.write_bytes(encoded(1, 160, 120))
     split = Split(_repeated(path, 512), torch.zeros(512, dtype=torch.int64))

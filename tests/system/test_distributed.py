@@ -1,7 +1,7 @@
-"""Several processes on CPU (gloo) do what one does, by the engine's own launcher and by torchrun.
+"""Several processes on the CPU (gloo) give the same result as one, with our launcher and with torchrun.
 
-The networks have batch norms, the attacks start at random, and all is computed in float64, so that the order of a sum
-does not decide between two weights: what is left is rounding.
+The networks have batch norms, the attacks start at random, and everything is computed in float64, so that the order of
+a sum does not decide between two weights: only rounding errors remain.
 """
 
 import json
@@ -20,8 +20,8 @@ from support.distributed_job import METHODS
 from support.paths import ROOT, SUPPORT
 from support.processes import numbers, recipe, run
 
-# What two processes find with these is not what one finds.
-APART = {"mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged"}
+# Methods whose result depends on the number of processes.
+APART = {"mad": "every process computes soft masks from its part of the batch, and saliencies are averaged"}
 MAIN = ("harp", "hydra", "r-admm", "bcs-p")
 OBJECTIVES = ("harp/trades", "harp/fast")
 OWN_NORMS = "harp/trades/apart"  # each process normalises by its own images

@@ -1,4 +1,4 @@
-"""Who starts the processes is understood: torchrun, srun, nobody."""
+"""The place of a process that torchrun, srun or nothing has started."""
 
 import pytest
 
@@ -36,8 +36,8 @@ def test_torchrun() -> None:
 def test_a_task_of_srun_takes_the_numbers_of_its_step() -> None:
     assert here(STEP) == Place(3, 5, 1, 2, 1, 3, "gpu03", 15000 + 3456)
     assert here({**STEP, "SLURM_NODEID": "2"}) == Place(3, 5, 1, 1, 2, 3, "gpu03", 18456)
-    told = here({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "99"})
-    assert told is not None and (told.address, told.port) == ("10.1.1.1", 99)
+    place = here({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "99"})
+    assert place is not None and (place.address, place.port) == ("10.1.1.1", 99)
 
 
 def test_a_batch_script_without_srun_is_a_single_process() -> None:

@@ -1,4 +1,4 @@
-"""What the engine starts, by whom, with what precision, and on which cores."""
+"""Launching Fabric: processes, precision, cores and addresses."""
 
 from typing import Any
 
@@ -13,24 +13,24 @@ from support.commands import Harp, refused
 
 
 class Started(Exception):
-    """Somebody starts processes."""
+    """Raised in place of starting a process."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """The environments of processes that would have been started."""
-    found: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
 
     def start(command: list[str], env: dict[str, str], **more: Any) -> None:
-        found.append(env)
+        environments.append(env)
         raise Started
 
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
-    return found
+    return environments
 
 
 def test_node_rank_is_ignored_if_torchrun_or_srun_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
+    """Many clusters set NODE_RANK in addition to the variables of torchrun or srun."""
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
     with monkeypatch.context() as started:
         for name, value in Place(1, 2, 1, 2).environment().items():
@@ -107,11 +107,13 @@ def test_an_unused_gpu_does_not_change_the_precision(gpu: None, monkeypatch: pyt
 
 def sharing(*bound: set[int]) -> int:
     """With the processes of this machine bound to these cores, and one process on another machine."""
-    return cores.sharers(lambda own: [*((own[0], frozenset(each)) for each in bound), ("another machine", own[1])])
+    return cores.sharers(
+        lambda own: [*((own[0], frozenset(own_cores)) for own_cores in bound), ("another machine", own[1])]
+    )
 
 
 def test_processes_share_cores_unless_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As srun binds tasks; LOCAL_WORLD_SIZE is not set there."""
+    """srun binds tasks to cores, and does not set LOCAL_WORLD_SIZE."""
     monkeypatch.setattr(cores, "usable", lambda: frozenset({0, 1, 2}))
     assert sharing({0, 1, 2}) == 1
     assert sharing({0, 1, 2}, {3, 4, 5}, {6, 7, 8}) == 1

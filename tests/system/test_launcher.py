@@ -1,4 +1,4 @@
-"""The processes of a machine start, get signals once, and all end, whichever of them dies how."""
+"""The launcher: all processes start, get signals once, and end, however one of them dies."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from harp.system.distributed import launcher
 from harp.system.distributed.environment import Place
 from support.paths import ROOT
 
-# Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
+# Runs the body in every process, with `rank`; the launcher prints how it ended.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -31,12 +31,12 @@ if place is None:
         print(lost)
         sys.exit({lost})
 rank = place.rank
-def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines of others do not get into it
+def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines do not mix
 
 tell("rank", rank, "of", place.world, "pid", os.getpid())
 folder = Path({folder!r})
 (folder / f"up.{{rank}}").touch()
-while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take long
+while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take a while
 {body}
 """
 SOURCE = str(ROOT / "src")
@@ -53,7 +53,7 @@ sys.exit(75)
 """
 
 
-SOON = 0.2  # where the others are ended, and not end by themselves
+SOON = 0.2  # for tests in which the launcher must end the other processes
 LONG = 300.0
 
 
@@ -136,7 +136,7 @@ def test_signals_reach_every_process_once(tmp_path: Path, number: signal.Signals
 
 
 def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) -> None:
-    """It comes as soon as there is the first of them: neither that one nor the others may miss it."""
+    """It is sent when the first process exists: neither that one nor the others may miss it."""
     process = start(tmp_path, HEARD.replace('heard.*"))) < 3', 'heard.*"))) < 1'), together=False)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not listed.read_text():
@@ -148,7 +148,7 @@ def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) 
 
 
 def test_an_interrupt_during_the_start_of_python_counts_as_a_stop() -> None:
-    """It ends with 1, and nothing of ours has run in it; without a Ctrl-C 1 is a failure."""
+    """Python then exits with 1 before our code runs; without a Ctrl-C 1 is a failure."""
     places = [Place(local, 2, local, 2) for local in range(2)]
     assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
     assert launcher._exit_code({0: 1, 1: 1}, places, [signal.SIGINT]) == 130

@@ -1,4 +1,4 @@
-"""What processes tell each other in a store: that they live, that all are to stop, and how they ended."""
+"""Status messages between processes: heartbeats, requests to stop, and how a process ended."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ Pair = tuple[Peers, Peers]
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Why a process would have ended itself."""
+    """The exit codes and messages with which a process would have exited."""
     reasons: list[str] = []
     monkeypatch.delenv(SUPERVISOR, raising=False)
     monkeypatch.setattr(os, "_exit", lambda code: reasons.append(f"{code}: {capsys.readouterr().err.splitlines()[-1]}"))
@@ -34,7 +34,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 class Connection:
-    """A process's connection to the store, which may be cut, or slow with what it is given next."""
+    """A connection of a process to the store, which can be cut, or slow for the next message."""
 
     def __init__(self, store: dist.HashStore) -> None:
         self.store, self.cut, self.slow = store, False, threading.Event()
@@ -57,35 +57,35 @@ class Connection:
 
 @pytest.fixture
 def connection() -> Connection:
-    """The second process's."""
+    """The connection of the second process."""
     return Connection(dist.HashStore())
 
 
 @pytest.fixture
 def pair(ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two processes, here in one."""
+    """Two processes, simulated in one."""
     both = Peers(connection.store, 0, 2), Peers(connection, 1, 2)
     yield both
-    monkeypatch.setattr(peers, "SAVING", 0.05)  # a process whose connection was cut would be waited for
-    for each in reversed(both):
-        each.leave()
+    monkeypatch.setattr(peers, "SAVING", 0.05)  # do not wait for a process whose connection was cut
+    for process in reversed(both):
+        process.leave()
 
 
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
 
 
 def beats(process: Peers, count: int) -> None:
-    """Wait for so many notes of a process."""
+    """Wait for a number of heartbeats of a process."""
     before = process.beat
     until(lambda: process.beat > before + count)
 
 
 def test_a_failed_process_ends_the_others(pair: Pair, ended: list[str]) -> None:
-    """Its exception may have been caught and told: nobody would find out by an exchange of NCCL for half an hour."""
+    """Its exception may have been caught: a collective operation of NCCL would only notice it after half an hour."""
     pair[1].leave(in_order=False)
     until(lambda: ended)
     assert ended[0].startswith(f"{LOST}: error: process 1 of 2 failed;")
@@ -93,7 +93,7 @@ def test_a_failed_process_ends_the_others(pair: Pair, ended: list[str]) -> None:
 
 def test_a_finished_process_does_not_end_the_others(pair: Pair, ended: list[str]) -> None:
     pair[1].leave()
-    pair[1].leave(in_order=False)  # the first word counts
+    pair[1].leave(in_order=False)  # the first call counts
     beats(pair[0], 3 * peers.GRACE)
     assert not ended
 
@@ -114,7 +114,7 @@ def leaving(process: Peers) -> threading.Thread:
 
 
 def test_process_0_leaves_last(pair: Pair) -> None:
-    """It keeps the notes: others who compute or save would lose them."""
+    """It hosts the store, which the others need while they compute or save."""
     thread = leaving(pair[0])
     beats(pair[1], 5)
     assert thread.is_alive()
@@ -125,7 +125,7 @@ def test_process_0_leaves_last(pair: Pair) -> None:
 
 def test_a_late_heartbeat_does_not_overwrite_the_last_status(pair: Pair, connection: Connection) -> None:
     connection.slow.set()
-    assert connection.reached.wait(60), "the pulse never came"
+    assert connection.reached.wait(60), "no heartbeat was sent"
     second = leaving(pair[1])
     second.join(0.2)
     connection.free.set()
@@ -175,7 +175,7 @@ def test_waiting_for_others_has_a_time_limit(pair: Pair, monkeypatch: pytest.Mon
 
 
 def test_a_process_at_a_barrier_stops_if_another_one_stopped(pair: Pair) -> None:
-    """And not told that the other one was lost, whichever of both it learns first."""
+    """It does not report the other one as lost, whichever of both it learns first."""
     stops = [Stop(), Stop()]
     for process, stop in zip(pair, stops, strict=True):
         process.listen(stop)
@@ -205,16 +205,16 @@ def test_a_process_at_a_barrier_gets_an_error_if_another_one_ended(pair: Pair) -
 def test_the_command_reports_how_it_ends_to_the_others(
     monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool
 ) -> None:
-    told: list[bool] = []
+    reports: list[bool] = []
 
     class One(peers.Alone):
         def leave(self, in_order: bool = True) -> None:
-            told.append(in_order)
+            reports.append(in_order)
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", One)
     ranks.leave(code)
-    assert told == [in_order]
+    assert reports == [in_order]
 
 
 SCRIPT = """

@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Progress displays, tables and plots."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""The last few states: verified when written, and the one before is taken when the newest is damaged."""
+"""The last states: verified when written; if the newest is damaged, the one before is loaded."""
 
 import errno
 import os
@@ -92,7 +92,7 @@ def test_the_state_before_a_damaged_one_is_loaded(
     assert "state.pt" in caplog.text
     assert "going on from the state before" in caplog.text
     assert names(tmp_path) == ["state.1.pt", "state.damaged.pt"]
-    states.save(state(7))  # and what is whole is not thrown away for what comes next
+    states.save(state(7))  # the intact state is kept
     assert [load_state(path)["epoch"] for path in states.paths()] == [7, 1]
     states.remove()
     assert names(tmp_path) == []
@@ -197,7 +197,7 @@ def test_states_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_complete_state_exists_after_a_kill_between_two_renames(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every call that changes the folder is one after which the process may be gone."""
+    """The process may be killed after any call that changes the folder."""
     for links in (True, False):
         moment = 0
         while True:
