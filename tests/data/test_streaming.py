@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -372,7 +373,8 @@ def test_memory_is_flat(tmp_path: Path, workers: int) -> None:
 
 
 def _repeated(path: Path, count: int) -> Streamed:
-    return Streamed(whole_files(path.parent, [(path.name, path.stat().st_size)] * count), Centre(96))
+    files = [(path.name, path.stat().st_size)] * count
+    return Streamed(whole_files(path.parent, files, np.zeros(count, np.int64)), Centre(96))
 
 
 def _resident(pid: int) -> int:

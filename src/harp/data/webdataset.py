@@ -70,12 +70,11 @@ def write_shards(
     files.write_text(out / "classes.txt", "".join(f"{name}\n" for name in listing.classes))
     left_out: list[str] = []
     shards, done, total = 0, 0, len(listing.train) + len(listing.test)
-    splits = ("train", listing.train, listing.train_labels), ("test", listing.test, listing.test_labels)
     with display.counting("shards", total):
-        for part, extents, labels in splits:
-            for number, chosen in enumerate(_chunks(part, len(extents), count)):
+        for part, images in (("train", listing.train), ("test", listing.test)):
+            for number, chosen in enumerate(_chunks(part, len(images), count)):
                 path = out / f"{part}-{number:06d}.tar"
-                rows = [_Row(row, extents.place(row), int(labels[row])) for row in chosen]
+                rows = [_Row(row, images.place(row), int(images.labels[row])) for row in chosen]
                 left_out += _missing(path, rows) if path.exists() else _write(path, rows, size)
                 shards, done = shards + 1, done + len(rows)
                 display.count(done, total, path.name)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harp.data.dataset import DataSet, Split
 from harp.data.formats.bounded import Array, Bytes, Integers
-from harp.data.formats.byte_ranges import Extents
+from harp.data.formats.byte_ranges import EncodedImages
 from harp.data.formats.images import Centre
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
@@ -70,12 +70,10 @@ class InMemory(Source):
 
 
 class Listing(NamedTuple):
-    """The places of the images of a data set, their labels and classes, and one line about the origin."""
+    """The places of the images of a data set, the classes, and one line about the origin."""
 
-    train: Extents
-    train_labels: Integers
-    test: Extents
-    test_labels: Integers
+    train: EncodedImages
+    test: EncodedImages
     classes: tuple[str, ...]
     source: str
 
@@ -116,8 +114,8 @@ class Encoded(Source):
         train, test = images
         return DataSet(
             name=self.name,
-            train=Split(train, torch.from_numpy(listing.train_labels)),
-            test=Split(test, torch.from_numpy(listing.test_labels)),
+            train=Split(train, torch.from_numpy(listing.train.labels)),
+            test=Split(test, torch.from_numpy(listing.test.labels)),
             classes=listing.classes,
             source=listing.source,
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from harp.data.datasets.base import UNKNOWN, Encoded, Listing
 from harp.data.formats.bounded import Integers, first_line
-from harp.data.formats.byte_ranges import Extents, Names
+from harp.data.formats.byte_ranges import EncodedImages, Names
 from harp.errors import DataError
 from harp.system.progress import Quiet
 
@@ -60,8 +60,8 @@ def list_image_folder(root: Path, display: Quiet, test: str | None = None) -> Li
     except OSError as error:
         raise DataError(f"{root}: can't be listed ({first_line(error)}), expected readable folders") from error
     classes = tuple(sorted(train_files))
-    train, train_labels = joined(root, "train", train_files, classes)
-    return Listing(train, train_labels, *joined(root, part, test_files, classes), classes, f"{root}; {UNKNOWN}")
+    train, test_images = joined(root, "train", train_files, classes), joined(root, part, test_files, classes)
+    return Listing(train, test_images, classes, f"{root}; {UNKNOWN}")
 
 
 def files_by_class(root: Path, part: str, display: Quiet) -> dict[str, Files]:
@@ -107,18 +107,19 @@ def _annotated_files(root: Path, part: str) -> dict[str, Files]:
     return listed
 
 
-def joined(root: Path, part: str, listed: Mapping[str, Files], classes: Sequence[str]) -> tuple[Extents, Integers]:
-    """The files of all classes, class by class, and their labels."""
+def joined(root: Path, part: str, listed: Mapping[str, Files], classes: Sequence[str]) -> EncodedImages:
+    """The files of all classes, class by class."""
     if unknown := sorted(set(listed) - set(classes)):
         raise DataError(f"{root / part}: class {unknown[0]} is not in train, expected the classes of train")
     files = [file for name in classes for file in listed.get(name, ())]
     counts = [len(listed.get(name, ())) for name in classes]
-    return whole_files(root, files), np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+    return whole_files(root, files, np.repeat(np.arange(len(classes), dtype=np.int64), counts))
 
 
-def whole_files(root: Path, files: Files) -> Extents:
+def whole_files(root: Path, files: Files, labels: Integers) -> EncodedImages:
     """Images that are files of their own."""
-    return Extents(str(root), Names.of(name for name, _ in files), np.array([size for _, size in files], np.int64))
+    sizes = np.array([size for _, size in files], np.int64)
+    return EncodedImages(str(root), Names.of(name for name, _ in files), sizes, labels)
 
 
 def read_words(path: Path) -> dict[str, str]:

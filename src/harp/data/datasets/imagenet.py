@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +11,8 @@ import numpy as np
 from harp.data.datasets.base import UNKNOWN, Encoded, Listing
 from harp.data.datasets.image_folder import class_names, files_by_class, joined, read_words, whole_files
 from harp.data.datasets.index import Entry, indexed
-from harp.data.formats.bounded import File, Integers, read_file
-from harp.data.formats.byte_ranges import Extents
+from harp.data.formats.bounded import File, read_file
+from harp.data.formats.byte_ranges import EncodedImages
 from harp.data.formats.matlab import read_mat5_records
 from harp.data.formats.tar import TarIndex, read_archive
 from harp.errors import DataError
@@ -44,13 +45,13 @@ class ImageNet(Encoded):
         if place is None:
             raise DataError(f"{self.name}: no train or {_TRAIN} in {folder}, expected {self.files}")
         kit = _find_devkit(place)
-        synsets, train, train_labels = _train(place, display)
-        test, test_labels = self._val(place, synsets, kit, display)
+        synsets, train = _train(place, display)
+        test = self._val(place, synsets, kit, display)
         words = read_words(place / "LOC_synset_mapping.txt") if kit is None else kit.words
         source = f"{place}; {len(train):,} + {len(test):,} images of {len(synsets)} classes, {UNKNOWN}"
-        return Listing(train, train_labels, test, test_labels, class_names(synsets, words), source)
+        return Listing(train, test, class_names(synsets, words), source)
 
-    def _val(self, place: Path, synsets: Sequence[str], kit: Devkit | None, display: Quiet) -> tuple[Extents, Integers]:
+    def _val(self, place: Path, synsets: Sequence[str], kit: Devkit | None, display: Quiet) -> EncodedImages:
         folder, archive = place / "val", place / _VAL
         if folder.is_dir() and any(path.is_dir() for path in folder.iterdir()):
             return joined(place, "val", files_by_class(place, "val", display), synsets)
@@ -60,22 +61,23 @@ class ImageNet(Encoded):
             raise DataError(f"{self.name}: no {_KIT}.tar.gz in {place}, expected it for the labels of val")
         if folder.is_dir():
             paths = sorted(path for path in folder.iterdir() if _VAL_NAME.fullmatch(path.name))
-            images = whole_files(place, [(f"val/{path.name}", path.stat().st_size) for path in paths])
+            files = [(f"val/{path.name}", path.stat().st_size) for path in paths]
+            images = whole_files(place, files, np.zeros(len(files), np.int64))
         else:
-            images, _ = indexed([archive], lambda: _scan_val(archive, display))
+            images = indexed([archive], lambda: _scan_val(archive, display))
         labels = _val_labels(images, kit, synsets, folder if folder.is_dir() else archive)
-        return images, np.array(list(labels), np.int64)
+        return replace(images, labels=np.array(list(labels), np.int64))
 
 
-def _train(place: Path, display: Quiet) -> tuple[tuple[str, ...], Extents, Integers]:
-    """The synsets, and the training images with their labels."""
+def _train(place: Path, display: Quiet) -> tuple[tuple[str, ...], EncodedImages]:
+    """The synsets and the training images."""
     if (place / "train").is_dir():
         listed = files_by_class(place, "train", display)
-        return tuple(sorted(listed)), *joined(place, "train", listed, sorted(listed))
+        return tuple(sorted(listed)), joined(place, "train", listed, sorted(listed))
     archive = place / _TRAIN
-    images, labels = indexed([archive], lambda: _scan_train(archive, display))
-    first_of_each = np.unique(labels, return_index=True)[1].tolist()
-    return tuple(images.names[row].partition("/")[0] for row in first_of_each), images, labels
+    images = indexed([archive], lambda: _scan_train(archive, display))
+    first_of_each = np.unique(images.labels, return_index=True)[1].tolist()
+    return tuple(images.names[row].partition("/")[0] for row in first_of_each), images
 
 
 def _scan_train(path: Path, display: Quiet) -> Iterator[Entry]:
@@ -100,7 +102,7 @@ def _scan_val(path: Path, display: Quiet) -> Iterator[Entry]:
             yield Entry(member.name, 0, member.offset, member.size, 0)
 
 
-def _val_labels(images: Extents, kit: Devkit, synsets: Sequence[str], where: Path) -> Iterator[int]:
+def _val_labels(images: EncodedImages, kit: Devkit, synsets: Sequence[str], where: Path) -> Iterator[int]:
     """The label of each validation image by its number."""
     label_of = {synset: label for label, synset in enumerate(synsets)}
     for row in range(len(images)):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harp.data.formats.bounded import Array, Integers
-from harp.data.formats.byte_ranges import Extents, Names
+from harp.data.formats.byte_ranges import EncodedImages, Names
 from harp.data.formats.npz import read_npz
 from harp.errors import CheckpointError, DataError
 from harp.system import files
@@ -36,8 +36,8 @@ class Entry(NamedTuple):
     label: int
 
 
-def indexed(archives: Sequence[Path], scan: Callable[[], Iterable[Entry]]) -> tuple[Extents, Integers]:
-    """The images in the archives of one folder, and their labels.
+def indexed(archives: Sequence[Path], scan: Callable[[], Iterable[Entry]]) -> EncodedImages:
+    """The images in the archives of one folder.
 
     From the index file if it was made of these very archives; otherwise by `scan`, which is then kept.
     """
@@ -51,9 +51,8 @@ def indexed(archives: Sequence[Path], scan: Callable[[], Iterable[Entry]]) -> tu
     if arrays is None:
         arrays = _arrays(scan())
         _write(paths, {"stamp": np.frombuffer(stamp.encode(), np.uint8), **arrays})
-    packed = Names(arrays["letters"], arrays["ends"])
-    extents = Extents(str(folder), packed, arrays["sizes"], names, arrays["held"], arrays["offsets"])
-    return extents, np.array(arrays["labels"])
+    packed, labels = Names(arrays["letters"], arrays["ends"]), np.array(arrays["labels"])
+    return EncodedImages(str(folder), packed, arrays["sizes"], labels, names, arrays["held"], arrays["offsets"])
 
 
 def _hash(data: bytes) -> str:

@@ -35,10 +35,9 @@ class Shards(Encoded):
         tests = next((parts[name] for name in ("test", "val", "validation") if name in parts), None)
         if "train" not in parts or tests is None:
             raise DataError(f"{self.name}: no train-*.tar and test-*.tar in {folder}, expected {self.files}")
-        train, train_labels = indexed(parts["train"], lambda: _scan(parts["train"], display))
-        test, test_labels = indexed(tests, lambda: _scan(tests, display))
-        classes = _classes(folder, train_labels, test_labels)
-        return Listing(train, train_labels, test, test_labels, classes, f"{folder}; {UNKNOWN}")
+        train = indexed(parts["train"], lambda: _scan(parts["train"], display))
+        test = indexed(tests, lambda: _scan(tests, display))
+        return Listing(train, test, _classes(folder, train.labels, test.labels), f"{folder}; {UNKNOWN}")
 
 
 def _scan(archives: Sequence[Path], display: Quiet) -> Iterator[Entry]:

@@ -44,12 +44,13 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False)
-class Extents:
-    """The places of many encoded images below a folder: whole files, or members of archives."""
+class EncodedImages:
+    """The places and labels of many encoded images below a folder: whole files, or members of archives."""
 
     root: str  # the folder that names and archives are relative to
     names: Names  # for whole files these are the paths
     sizes: Integers  # in bytes
+    labels: Integers
     archives: tuple[str, ...] = ()
     archive_index: Integers | None = None  # for members: the number of the archive of each image
     offsets: Integers | None = None  # for members: the position of each image in its archive

@@ -1,6 +1,6 @@
 """Images that stay in their files: an object in place of a tensor, which decodes the images that are indexed.
 
-images = Streamed(extents, Centre(224))       # shape (N, 3, 224, 224), uint8
+images = Streamed(encoded, Centre(224))       # shape (N, 3, 224, 224), uint8
 some = images[:256]                           # an ordinary tensor: these are read and decoded now
 part = images.subset(indices)                 # still in their files
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harp.data.formats.bounded import Bytes
-from harp.data.formats.byte_ranges import Extents, Place, read_place
+from harp.data.formats.byte_ranges import EncodedImages, Place, read_place
 from harp.data.formats.images import Centre, decode_image, pillow, strict_warnings
 from harp.errors import DataError
 
@@ -28,27 +28,27 @@ class Streamed(Tensor):
     only those images. All other operations of tensors are refused, because they would read all of the data.
 
     Arguments:
-        extents: the places of the images.
+        encoded: the places of the images.
         crop: how an image is cropped and resized.
-        rows: indices into `extents`; default: all of them.
+        rows: indices into `encoded`; default: all of them.
     """
 
-    extents: Extents
+    encoded: EncodedImages
     crop: Centre
     rows: Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own wrappers do
 
     @staticmethod
-    def __new__(cls, extents: Extents, crop: Centre, rows: Tensor | None = None) -> "Streamed":  # noqa: D102 (documented by the class)
+    def __new__(cls, encoded: EncodedImages, crop: Centre, rows: Tensor | None = None) -> "Streamed":  # noqa: D102 (documented by the class)
         pillow()  # if it is missing, fail now and not in the middle of a training
-        rows = torch.arange(len(extents)) if rows is None else rows
+        rows = torch.arange(len(encoded)) if rows is None else rows
         shape = (len(rows), 3, crop.size, crop.size)
         images: Streamed = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.uint8)
-        images.extents, images.crop, images.rows = extents, crop, rows
+        images.encoded, images.crop, images.rows = encoded, crop, rows
         return images
 
-    def __init__(self, extents: Extents, crop: Centre, rows: Tensor | None = None) -> None:
+    def __init__(self, encoded: EncodedImages, crop: Centre, rows: Tensor | None = None) -> None:
         pass
 
     @classmethod
@@ -56,19 +56,19 @@ class Streamed(Tensor):
         raise DataError(f"streamed images can't be used in {func}: take some of them by index first")
 
     def __repr__(self) -> str:  # type: ignore[override]  # the contents are not shown
-        return f"Streamed({tuple(self.shape)}, from {self.extents.root})"
+        return f"Streamed({tuple(self.shape)}, from {self.encoded.root})"
 
     def __deepcopy__(self, memo: Any) -> "Streamed":
         return self  # it never changes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Streamed, (self.extents, self.crop, self.rows)
+        return Streamed, (self.encoded, self.crop, self.rows)
 
     def __getitem__(self, key: Any) -> Tensor:
         if isinstance(key, tuple):
             raise DataError(f"streamed images are indexed by image alone, not by {len(key)} axes")
         rows = self.rows[key]
-        places = [self.extents.place(row) for row in rows.reshape(-1).tolist()]
+        places = [self.encoded.place(row) for row in rows.reshape(-1).tolist()]
         images, failures = decode(places, self.crop.size, lambda image, _: self.crop(image))
         for reason in failures.values():
             raise DataError(reason)
@@ -76,15 +76,15 @@ class Streamed(Tensor):
 
     def subset(self, indices: Tensor) -> "Streamed":
         """The images at `indices`, in that order, still in their files."""
-        return Streamed(self.extents, self.crop, self.rows[indices])
+        return Streamed(self.encoded, self.crop, self.rows[indices])
 
     def places(self, indices: Tensor) -> list[Place]:
         """The places of the images at `indices`."""
-        return [self.extents.place(row) for row in self.rows[indices].tolist()]
+        return [self.encoded.place(row) for row in self.rows[indices].tolist()]
 
     def digest(self) -> str:
         """A digest of the names and sizes of the files and of how they are cropped; no image is read."""
-        digest = hashlib.blake2b(f"{self.extents.digest()} {self.crop} {len(self)};".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self.encoded.digest()} {self.crop} {len(self)};".encode(), digest_size=16)
         digest.update(self.rows.contiguous().numpy().data)
         return digest.hexdigest()
 

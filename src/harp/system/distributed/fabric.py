@@ -76,7 +76,8 @@ def device_for_evaluation(machines: Machines) -> torch.device:
 
 def _fabric(precision: str, accelerator: str, place: Place) -> "Fabric":
     from lightning_fabric import Fabric  # takes two seconds to import, and not every command needs it
-    from lightning_fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning_fabric.strategies.ddp import DDPStrategy
 
     class Started(TorchElasticEnvironment):

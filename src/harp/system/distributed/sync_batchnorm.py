@@ -171,5 +171,6 @@ def share_buffers(model: nn.Module) -> None:
     for buffers in by_type.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, 0)
-        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
+        for buffer in buffers:
+            buffer.copy_(flat[: buffer.numel()].view_as(buffer))
+            flat = flat[buffer.numel() :]
