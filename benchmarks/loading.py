@@ -30,7 +30,7 @@ from benchmarks.timing import cpu_name, interleaved, load
 
 from harp.data import registry
 from harp.data.batches import Augment, Batches, ResizedCrop
-from harp.data.formats import pillow
+from harp.data.formats.images import pillow
 from harp.data.streaming.workers import PREFETCH
 from harp.data.webdataset import write_shards
 from harp.errors import HarpError

@@ -171,11 +171,11 @@ class Display(Terminal):
         super().__init__()
         self.files = {cell.name: cell.file(out) for cell in cells}
 
-    def worked(self, name: str, failure: str | None, running: Sequence[str]) -> None:
+    def run_finished(self, name: str, failure: str | None, running: Sequence[str]) -> None:
         """Say what came of a cell."""
         if failure is None:
             self.note(f"{name}: {described(json.loads(self.files[name].read_text('utf-8')))}")
-        super().worked(name, failure, running)
+        super().run_finished(name, failure, running)
 
 
 class Inside:

@@ -39,7 +39,7 @@ def slow_augment(images: Tensor, moves: Tensor, pad: int, flip: bool) -> Tensor:
     dtype=st.sampled_from([torch.uint8, torch.float32]),
     seed=st.integers(0, 1000),
 )
-def test_augment_is_the_slow_one(shape: Any, pad: int, flip: bool, dtype: torch.dtype, seed: int) -> None:
+def test_augment_equals_a_slow_reference(shape: Any, pad: int, flip: bool, dtype: torch.dtype, seed: int) -> None:
     images = torch.randint(1, 256, shape).to(dtype)
     augment = Augment(pad, flip)
     moves = augment.draw(shape[0], torch.Generator().manual_seed(seed))
@@ -84,7 +84,9 @@ def test_every_image_once_an_epoch(count: int, batch: int, seed: int, epoch: int
 
 @quick
 @given(**sizes, start=st.integers(0, 80))
-def test_start_is_skipping_and_all_is_deterministic(count: int, batch: int, seed: int, epoch: int, start: int) -> None:
+def test_start_skips_batches_and_batches_are_deterministic(
+    count: int, batch: int, seed: int, epoch: int, start: int
+) -> None:
     def batches() -> Batches:
         return Batches(numbered(count, side=4), batch, seed=seed, augment=Augment(pad=2))
 
@@ -97,7 +99,7 @@ def test_start_is_skipping_and_all_is_deterministic(count: int, batch: int, seed
 
 @quick
 @given(count=st.integers(4, 70), share=st.integers(1, 6), world=st.integers(1, 4), epoch=st.integers(0, 3))
-def test_shards_are_the_batch(count: int, share: int, world: int, epoch: int) -> None:
+def test_the_parts_of_all_processes_make_up_the_batch(count: int, share: int, world: int, epoch: int) -> None:
     whole = Batches(numbered(count, side=4), share * world, seed=1, augment=Augment(pad=2))
     parts = [list(whole.shard(rank, world)(epoch)) for rank in range(world)]
     assert {len(part) for part in parts} == {len(whole.shard(0, world))}

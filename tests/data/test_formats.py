@@ -18,8 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harp.data import formats
-from harp.data.formats import Payload
+from harp.data.datasets.cifar import read_cifar_batch, read_cifar_binary
+from harp.data.datasets.mnist import read_idx
+from harp.data.formats.bounded import Payload
+from harp.data.formats.matlab import read_mat5
+from harp.data.formats.npz import read_npz
+from harp.data.formats.tar import read_archive
 from harp.data.registry import load
 from harp.errors import DataError, MissingExtra
 from support.data_files import IMAGES, LABELS, RNG, archive, binary, cifar, element, idx, mat5, matrix, npz, paint, svhn
@@ -46,14 +50,14 @@ def python2_batch() -> bytes:
 
 
 READERS: dict[str, tuple[Callable[[Any], Any], bytes]] = {
-    "idx": (formats.read_idx, idx(IMAGES.reshape(5, 48, 64))),
-    "idx.gz": (formats.read_idx, gzip.compress(idx(IMAGES.reshape(5, 48, 64)))),
-    "pickle": (formats.read_cifar_batch, cifar()),
-    "pickle-2": (formats.read_cifar_batch, python2_batch()),
-    "binary": (lambda file: formats.read_cifar_binary(file, 1), binary()),
-    "mat": (formats.read_mat5, mat5([matrix("X", IMAGES, 9, 2, "<")])),
-    "mat-compressed": (formats.read_mat5, svhn(compress=True)[0]),
-    "npz": (lambda file: formats.read_npz(file, ["x"]), npz(x=IMAGES)),
+    "idx": (read_idx, idx(IMAGES.reshape(5, 48, 64))),
+    "idx.gz": (read_idx, gzip.compress(idx(IMAGES.reshape(5, 48, 64)))),
+    "pickle": (read_cifar_batch, cifar()),
+    "pickle-2": (read_cifar_batch, python2_batch()),
+    "binary": (lambda file: read_cifar_binary(file, 1), binary()),
+    "mat": (read_mat5, mat5([matrix("X", IMAGES, 9, 2, "<")])),
+    "mat-compressed": (read_mat5, svhn(compress=True)[0]),
+    "npz": (lambda file: read_npz(file, ["x"]), npz(x=IMAGES)),
 }
 
 
@@ -73,14 +77,14 @@ def test_missing_file_and_folder(kind: str, tmp_path: Path) -> None:
 def test_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="not a regular file"):
-        formats.read_idx(tmp_path / "pipe")
+        read_idx(tmp_path / "pipe")
 
 
 def test_too_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harp.data.formats.bounded.LARGEST", 10)
     (tmp_path / "f").write_bytes(bytes(11))
     with pytest.raises(DataError, match="11 bytes, expected an idx file"):
-        formats.read_idx(tmp_path / "f")
+        read_idx(tmp_path / "f")
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -120,7 +124,7 @@ def test_damaged_bytes_raise_nothing_else(kind: str, seed: int, count: int) -> N
 def test_idx(compress: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
     array = RNG.integers(0, 256, shape, dtype=np.uint8)
     (tmp_path / "f").write_bytes(gzip.compress(idx(array)) if compress else idx(array))
-    assert np.array_equal(formats.read_idx(tmp_path / "f"), array)
+    assert np.array_equal(read_idx(tmp_path / "f"), array)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -136,7 +140,7 @@ def test_idx(compress: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
 )
 def test_idx_wrong_header(data: bytes, message: str, compress: bool) -> None:
     with pytest.raises(DataError, match=message):
-        formats.read_idx(Payload("f", gzip.compress(data) if compress else data))
+        read_idx(Payload("f", gzip.compress(data) if compress else data))
 
 
 # --- CIFAR
@@ -145,7 +149,7 @@ def test_idx_wrong_header(data: bytes, message: str, compress: bool) -> None:
 @pytest.mark.parametrize("protocol", range(6))
 def test_cifar_pickle(protocol: int, tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(cifar(protocol))
-    images, labels = formats.read_cifar_batch(tmp_path / "data_batch_1")
+    images, labels = read_cifar_batch(tmp_path / "data_batch_1")
     assert images.shape == (5, 3, 32, 32)
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
@@ -155,13 +159,13 @@ def test_cifar_pickle(protocol: int, tmp_path: Path) -> None:
 def test_cifar_array_in_column_order_and_array_labels(protocol: int) -> None:
     entries = {"data": np.asfortranarray(IMAGES), "fine_labels": np.array(LABELS, ">i4"), "labels": [0] * 5}
     batch = pickle.dumps(entries, protocol)
-    images, labels = formats.read_cifar_batch(Payload("train", batch))
+    images, labels = read_cifar_batch(Payload("train", batch))
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
 
 def test_cifar_pickle_of_python_2() -> None:
-    images, labels = formats.read_cifar_batch(Payload("f", python2_batch()))
+    images, labels = read_cifar_batch(Payload("f", python2_batch()))
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
@@ -179,7 +183,7 @@ def test_malicious_pickle_is_not_executed(protocol: int, tmp_path: Path) -> None
     mark = tmp_path / "executed"
     batch = pickle.dumps({b"data": IMAGES, b"labels": Malicious(os.mkdir, (str(mark),))}, protocol)
     with pytest.raises(DataError, match=r"the pickle asks for \w+.mkdir"):
-        formats.read_cifar_batch(Payload("f", batch))
+        read_cifar_batch(Payload("f", batch))
     assert not mark.exists()
 
 
@@ -208,22 +212,22 @@ def test_malicious_pickle_is_not_executed(protocol: int, tmp_path: Path) -> None
 )
 def test_wrong_pickles(data: bytes) -> None:
     with pytest.raises(DataError, match=r"^f: .*expected"):
-        formats.read_cifar_batch(Payload("f", data))
-    images, _ = formats.read_cifar_batch(Payload("f", cifar()))  # no stand-in was altered
+        read_cifar_batch(Payload("f", data))
+    images, _ = read_cifar_batch(Payload("f", cifar()))  # no stand-in was altered
     assert len(images) == 5
 
 
 @pytest.mark.parametrize("label_bytes", [1, 2])
 def test_cifar_binary(label_bytes: int, tmp_path: Path) -> None:
     (tmp_path / "f.bin").write_bytes(binary(label_bytes))
-    images, labels = formats.read_cifar_binary(tmp_path / "f.bin", label_bytes)
+    images, labels = read_cifar_binary(tmp_path / "f.bin", label_bytes)
     assert np.array_equal(images.reshape(5, -1), IMAGES)
     assert labels.tolist() == LABELS
 
 
 def test_cifar_binary_names_the_size() -> None:
     with pytest.raises(DataError, match=r"data_batch_3: 1,234 bytes, expected a multiple of 3,073 .30,730,000"):
-        formats.read_cifar_binary(Payload("data_batch_3", bytes(1234)), 1)
+        read_cifar_binary(Payload("data_batch_3", bytes(1234)), 1)
 
 
 # --- archives
@@ -232,11 +236,11 @@ def test_cifar_binary_names_the_size() -> None:
 def test_archive(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     archive(path, {"./d/one": b"1", "d/other": b"x" * 5000, "d/two": b"22"})
-    found = formats.read_archive(path, ["d/one", "d/two"])
+    found = read_archive(path, ["d/one", "d/two"])
     assert {name: payload.data for name, payload in found.items()} == {"d/one": b"1", "d/two": b"22"}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.tar.gz"]
     with pytest.raises(DataError, match="no d/three in the archive"):
-        formats.read_archive(path, ["d/one", "d/three"])
+        read_archive(path, ["d/one", "d/three"])
 
 
 def test_damaged_archive(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_damaged_archive(tmp_path: Path) -> None:
     for damaged in (b"", b"no archive", data[:40], data[:3000], data[:2000] + bytes(50) + data[2050:]):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"a.tar.gz"):
-            formats.read_archive(path, ["d/one"])
+            read_archive(path, ["d/one"])
 
 
 def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
@@ -254,7 +258,7 @@ def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
     info.size = 1 << 40
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(info.tobuf(tarfile.GNU_FORMAT)))
     with pytest.raises(DataError, match="expected"):
-        formats.read_archive(tmp_path / "a.tar.gz", ["d/one"])
+        read_archive(tmp_path / "a.tar.gz", ["d/one"])
 
 
 # --- MATLAB
@@ -265,7 +269,7 @@ def test_archive_member_that_claims_too_much(tmp_path: Path) -> None:
 def test_mat5(order: str, compress: bool, tmp_path: Path) -> None:
     data, x, y = svhn(order, compress)
     (tmp_path / "f.mat").write_bytes(data)
-    variables = formats.read_mat5(tmp_path / "f.mat")
+    variables = read_mat5(tmp_path / "f.mat")
     assert variables["X"].dtype == np.uint8
     assert np.array_equal(variables["X"], x)
     assert variables["y"].dtype == np.float64
@@ -273,12 +277,12 @@ def test_mat5(order: str, compress: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["<", ">"])
-def test_mat5_wide_numbers_and_what_is_passed_over(order: str) -> None:
+def test_mat5_wide_numbers_and_skipped_variables(order: str) -> None:
     numbers = np.array([[1.5, -2.0, 3e300]]).astype(f"{order}f8")
     text = matrix("t", np.zeros((1, 2), np.uint8), 4, 2, order)
     flags = element(6, struct.pack(f"{order}2I", 0x0806, 0), order)
     imaginary = element(14, flags + bytes(8), order)
-    variables = formats.read_mat5(Payload("f", mat5([text, imaginary, matrix("n", numbers, 6, 9, order)], order)))
+    variables = read_mat5(Payload("f", mat5([text, imaginary, matrix("n", numbers, 6, 9, order)], order)))
     assert list(variables) == ["n"]
     assert np.array_equal(variables["n"], numbers)
 
@@ -298,7 +302,7 @@ def test_mat5_wrong() -> None:
         (mat5([struct.pack("<I", 9 << 16 | 1) + bytes(20)]), "expected an element of 9"),
     ):
         with pytest.raises(DataError, match=message):
-            formats.read_mat5(Payload("f", data))
+            read_mat5(Payload("f", data))
 
 
 # --- npz
@@ -306,7 +310,7 @@ def test_mat5_wrong() -> None:
 
 def test_npz() -> None:
     floats = np.asfortranarray(RNG.random((3, 4)))
-    arrays = formats.read_npz(Payload("f", npz(x=floats, y=np.arange(3), z=np.array(1))), ["x", "y"])
+    arrays = read_npz(Payload("f", npz(x=floats, y=np.arange(3), z=np.array(1))), ["x", "y"])
     assert np.array_equal(arrays["x"], floats)
     assert list(arrays) == ["x", "y"]
 
@@ -325,7 +329,7 @@ def test_npz_wrong() -> None:
         (b"PK nothing", "expected an .npz file"),
     ):
         with pytest.raises(DataError, match=message):
-            formats.read_npz(Payload("f", data), ["x"])
+            read_npz(Payload("f", data), ["x"])
 
 
 # --- folders of images

@@ -1,4 +1,4 @@
-"""Large image data sets: the layouts that are published and that people keep."""
+"""Large image data sets, in the published layouts and the usual ones."""
 
 import io
 import tarfile
@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from harp.data.datasets.wordnet import class_names
-from harp.data.formats import Names, Payload, TarIndex, read_mat5_records
+from harp.data.datasets.image_folder import class_names
+from harp.data.formats.bounded import Payload
+from harp.data.formats.byte_ranges import Names
+from harp.data.formats.matlab import read_mat5_records
+from harp.data.formats.tar import TarIndex
 from harp.data.registry import load
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
@@ -19,7 +22,7 @@ from support.pictures import encoded, fill, tar, tar_bytes
 pytest.importorskip("PIL.Image")
 
 SYNSETS = ("n01440764", "n01443537", "n02012849")
-# The kit counts classes in another order than their synsets'.
+# The kit numbers the classes in another order than that of the synsets.
 NUMBERS = {"n01440764": 2, "n01443537": 3, "n02012849": 1}
 
 
@@ -109,7 +112,7 @@ def test_imagenet_is_the_same_in_every_layout(tmp_path: Path) -> None:
     members = {path.name: path.read_bytes() for path in sorted((flat / "val").iterdir(), reverse=True)}
     tar(archives / "ILSVRC2012_img_val.tar", members)
     make_kit(archives, archive=True)
-    for root in (tmp_path / "flat", archives, archives):  # the second time by the index that is kept
+    for root in (tmp_path / "flat", archives, archives):  # the second time from the cached index
         found = load("imagenet", root, 16, margin=256 / 224)
         assert images_of(found) == known
         assert found.classes == ("tench", "crane (n01443537)", "crane (n02012849)")
@@ -138,13 +141,20 @@ def test_imagenet_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [100, 600, 1500, 5000])
-def test_a_truncated_archive_is_one_line(cut: int, tmp_path: Path) -> None:
+def test_a_truncated_archive_gives_an_error_of_one_line(cut: int, tmp_path: Path) -> None:
     inner = {f"{synset}.tar": tar_bytes({f"{synset}_1.JPEG": encoded(1, 60, 60)}) for synset in SYNSETS}
     path = tar(tmp_path / "ILSVRC2012_img_train.tar", inner)
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(DataError, match="damaged or truncated after") as caught:
         load("imagenet", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_an_inner_archive_without_its_end_is_refused(tmp_path: Path) -> None:
+    inner = tar_bytes({"a.JPEG": bytes(512)})
+    tar(tmp_path / "ILSVRC2012_img_train.tar", {"n1.tar": inner[:1024], "n2.tar": inner})
+    with pytest.raises(DataError, match=r"n1.tar: damaged or truncated after 1 files"):
+        load("imagenet", tmp_path)
 
 
 def test_records_of_a_mat_file() -> None:
@@ -160,7 +170,7 @@ def test_records_of_a_mat_file() -> None:
             read_mat5_records(Payload("meta.mat", meta[:cut]), "synsets")
 
 
-def test_class_names_are_told_apart() -> None:
+def test_equal_class_names_get_their_synset() -> None:
     assert class_names(("a", "b", "c"), {"a": "crane, bird", "b": "crane"}) == ("crane (a)", "crane (b)", "c")
 
 
@@ -183,7 +193,7 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
     assert found.test.labels.tolist() == [1] and len(found.train) == 6
     lazy = load("tiny-imagenet", root, stream=True)
     assert torch.equal(lazy.train.images[:], found.train.images)
-    sorted_out = root / "val" / SYNSETS[1]  # as many do it, with the list left behind
+    sorted_out = root / "val" / SYNSETS[1]  # a usual layout, with the list still there
     (root / "val/images").rename(sorted_out)
     assert torch.equal(load("tiny-imagenet", tmp_path).test.images, found.test.images)
     (root / "val/val_annotations.txt").unlink()
@@ -230,7 +240,7 @@ def test_shards(tmp_path: Path) -> None:
         load("shards", tmp_path, 8)
 
 
-def test_the_index_of_shards_is_kept_and_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_of_shards_is_cached_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     make_shards(root)
@@ -263,19 +273,20 @@ def test_the_index_of_shards_is_kept_and_not_trusted(tmp_path: Path, monkeypatch
         ([("k", {"cls": b"1"})], "no image for k"),
         ([("k", {"jpg": b"x", "cls": b"cat"})], "expected a label from 0 up"),
         ([("k", {"jpg": b"x", "cls": b"-1"})], "expected a label from 0 up"),
+        ([("k", {"jpg": b"x", "cls": b"2000000000"})], "expected a label from 0 up to 1,048,575"),
         ([("k", {"jpg": b"x", "json": b'{"label": true}'})], "expected a label from 0 up"),
         ([("k", {"jpg": b"x", "json": b"no json"})], "no label for k"),
         ([("k", {"jpg": b"x", "png": b"y", "cls": b"1"})], "expected one image a key"),
     ],
 )
-def test_shards_that_are_none(samples: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_shards_are_refused(samples: Any, message: str, tmp_path: Path) -> None:
     make_shards(tmp_path)
     shard(tmp_path / "train-000000.tar", samples)
     with pytest.raises(DataError, match=message):
         load("shards", tmp_path, 8)
 
 
-def test_truncated_shards(tmp_path: Path) -> None:
+def test_truncated_shards_are_refused(tmp_path: Path) -> None:
     make_shards(tmp_path)
     whole = (tmp_path / "train-000000.tar").read_bytes()
     for cut in (0, 100, 700, 2000):
@@ -287,13 +298,13 @@ def test_truncated_shards(tmp_path: Path) -> None:
         load("shards", tmp_path, 8)
 
 
-def test_names_come_back() -> None:
+def test_packed_names_are_restored_exactly() -> None:
     texts = ["a", "", "ü/é.jpg", b"\xff\xfe".decode("utf-8", "surrogateescape")]
     packed = Names.of(texts)
     assert [packed[row] for row in range(len(packed))] == texts
 
 
-def test_real_folder_listing_is_by_name(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
     fill(tmp_path, 6, 3)
     (tmp_path / "train/class0/deep").mkdir()
     (tmp_path / "train/class0/deep/1.jpg").write_bytes(encoded(1))

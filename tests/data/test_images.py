@@ -1,4 +1,4 @@
-"""Decoding: every kind of file, every way to cut, and whatever is no image."""
+"""Decoding images of many formats, crops, and invalid images."""
 
 import io
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harp.data.formats import Centre, careful, upright
+from harp.data.formats.images import Centre, decode_image, strict_warnings
 from harp.data.streaming.augment import ResizedCrop
 from harp.errors import DataError, RecipeError
 from support.pictures import encoded
@@ -25,8 +25,8 @@ def saved(image: Any, kind: str, **options: Any) -> bytes:
 
 
 def pixels(data: bytes) -> np.ndarray:
-    with careful():
-        return np.asarray(upright(data, "x"))
+    with strict_warnings():
+        return np.asarray(decode_image(data, "x"))
 
 
 def test_grey_of_8_and_16_bits_is_the_same_grey() -> None:
@@ -58,7 +58,7 @@ def test_palettes_transparency_and_cmyk_become_rgb() -> None:
     assert np.abs(pixels(cases["cmyk"])[0, 0].astype(int) - [200, 10, 20]).max() < 30
 
 
-def test_the_way_up_is_as_exif_says() -> None:
+def test_images_are_turned_by_their_exif_orientation() -> None:
     image = pillow.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3))
     exif = pillow.Exif()
     exif[0x0112] = 6  # turned by a quarter
@@ -68,7 +68,7 @@ def test_the_way_up_is_as_exif_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_what_is_no_image_is_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_image_gives_an_error_of_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(1, 64, 48, kind)
     assert pixels(whole).shape == (48, 64, 3)
     for damaged in (b"", b"\xff\xd8\xff", b"<html>not found</html>", whole[: len(whole) // 2], bytes(500)):
@@ -90,9 +90,9 @@ def test_floating_point_pixels_are_refused() -> None:
 
 @quick
 @given(width=st.integers(3, 70), height=st.integers(3, 70), size=st.integers(1, 32))
-def test_a_margin_is_cut_off_as_usual(width: int, height: int, size: int) -> None:
+def test_a_margin_is_cropped_as_usual_for_imagenet(width: int, height: int, size: int) -> None:
     """The shorter side to 256 for 224, the other in proportion and rounded down, then the centre."""
-    image = upright(encoded(width * 71 + height, width, height, "PNG"), "x")
+    image = decode_image(encoded(width * 71 + height, width, height, "PNG"), "x")
     shorter, scale = round(size * 256 / 224), min(width, height)
     wide, tall = shorter * width // scale, shorter * height // scale
     left, top = round((wide - size) / 2), round((tall - size) / 2)
@@ -132,14 +132,14 @@ def test_boxes_are_drawn_evenly() -> None:
     assert abs((draws[:, 0] < 0.5).mean() - 0.5) < 0.03
 
 
-def test_a_picture_too_long_gives_its_centre() -> None:
+def test_the_crop_of_a_very_long_image_is_its_centre() -> None:
     draws = ResizedCrop(area=(1.0, 1.0)).draw(1, torch.Generator().manual_seed(0))[0].numpy()
     assert ResizedCrop(area=(1.0, 1.0)).box(100, 10, draws) == (43, 0, 56, 10)
     assert ResizedCrop(area=(1.0, 1.0)).box(10, 100, draws) == (0, 43, 10, 56)
 
 
-def test_a_crop_is_cut_resized_and_mirrored() -> None:
-    image = upright(encoded(3, 40, 30, "PNG"), "x")
+def test_a_random_crop_is_cropped_resized_and_mirrored() -> None:
+    image = decode_image(encoded(3, 40, 30, "PNG"), "x")
     crop = ResizedCrop()
     draws = crop.draw(1, torch.Generator().manual_seed(5))[0].numpy()
     expected = np.asarray(image.crop(crop.box(40, 30, draws)).resize((8, 8), pillow.Resampling.BILINEAR))
@@ -153,6 +153,6 @@ def test_a_crop_is_cut_resized_and_mirrored() -> None:
 
 
 @pytest.mark.parametrize(("size", "margin"), [(0, 1.0), (5000, 1.0), (8, 0.5), (8, 9.0)])
-def test_a_centre_that_makes_no_sense(size: int, margin: float) -> None:
+def test_invalid_sizes_and_margins_are_refused(size: int, margin: float) -> None:
     with pytest.raises(DataError, match="expected 1 to"):
         Centre(size, margin)

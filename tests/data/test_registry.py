@@ -1,4 +1,4 @@
-"""Loading by name, what is checked on the way, and the images set aside."""
+"""Loading data sets by name, their checks, and hold-out splits."""
 
 import gzip
 import hashlib
@@ -23,7 +23,7 @@ from harp.errors import DataError
 from support import data_files as files
 from support.splits import numbered, numbers, quick
 
-# --- shipped
+# --- data sets of the package
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_embedded(name: str, train: int, test: int, shape: tuple[int, ...], flip
         assert (split.labels.bincount() - total / 10).abs().max() <= 4
 
 
-def test_facts_are_those_that_the_descriptions_give() -> None:
+def test_facts_agree_with_the_descriptions() -> None:
     known = {name: source.facts for name, source in DATASETS.items() if source.facts is not None}
     for name, published in known.items():
         source, (channels, height, width) = DATASETS[name], published.shape
@@ -63,7 +63,7 @@ def test_embedded_file_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         load("digits")
 
 
-def test_fingerprint_sees_every_part() -> None:
+def test_fingerprint_depends_on_all_images_and_labels() -> None:
     def fingerprint(train: Split, test: Split) -> str:
         return DataSet("x", train, test, ("a", "b", "c"), False, False, "", False).fingerprint()
 
@@ -99,7 +99,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         load("cifar10", tmp_path)
 
 
-def test_size_is_for_folders_only() -> None:
+def test_size_is_refused_for_images_of_a_fixed_size() -> None:
     assert load("digits", size=8).shape == (1, 8, 8)
     with pytest.raises(DataError, match="digits: size 32 for images of 8x8"):
         load("digits", size=32)
@@ -221,7 +221,7 @@ def test_svhn_wrong(tmp_path: Path) -> None:
             load("svhn", tmp_path)
 
 
-# --- what users bring
+# --- data of the user
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_npz_wrong(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
         load("npz", tmp_path)
 
 
-def test_npz_rounding_is_cut_off(tmp_path: Path) -> None:
+def test_npz_rounding_errors_are_clipped(tmp_path: Path) -> None:
     images = np.full((6, 5, 5), 1 + 5e-7)
     images[0] = -5e-7
     (tmp_path / "data.npz").write_bytes(files.npz(**arrays(x_train=images, x_test=images[:2])))
@@ -328,7 +328,7 @@ def test_check_batch() -> None:
     for images, labels, message in (
         (x * 255, y, r"range from .* expected all of them in \[0, 1\]"),
         (x - 0.5, y, "range from -0"),
-        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times what rounding is given
+        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times the tolerance
         (x.masked_fill(torch.arange(2) == 1, 1 + 3e-6), y, "range from .* to 1"),
         (x.clone().fill_(float("nan")), y, "nan"),
         (x.masked_fill(torch.arange(4).view(4, 1, 1, 1) == 1, float("inf")), y, "inf"),
@@ -363,7 +363,7 @@ def test_holdout(labels: list[int], choose: st.DataObject, seed: int) -> None:
     assert torch.equal(again.images, held.images)
 
 
-def test_holdout_depends_on_the_seed_and_leaves_something() -> None:
+def test_holdout_depends_on_the_seed_and_refuses_invalid_sizes() -> None:
     split = numbered(200)
     assert not torch.equal(holdout(split, 50, 0)[1].images, holdout(split, 50, 1)[1].images)
     for size in (0, -1, 200, 201):

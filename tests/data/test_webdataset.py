@@ -37,7 +37,7 @@ def test_shards_hold_the_same_images(tmp_path: Path) -> None:
     assert found.train.labels.tolist() != sorted(found.train.labels.tolist())  # shuffled
 
 
-def test_it_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_writes_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fill(tmp_path / "pictures")
     write_shards(source, tmp_path / "once", count=8, size=10)
     real, calls = webdataset._write, []
@@ -105,7 +105,7 @@ def test_larger_images_are_resized(tmp_path: Path) -> None:
     assert sorted(sizes) == [(12, 9), (20, 40), (30, 20)]
 
 
-def test_the_command(harp: Harp, tmp_path: Path) -> None:
+def test_the_shard_command(harp: Harp, tmp_path: Path) -> None:
     fill(tmp_path / "pictures", 6, 3)
     code, out, _ = harp("shard", "pictures", "out", "--count", "4", "--size", "8")
     assert code == 0 and "9 images in 3 shards: out" in out

@@ -317,7 +317,7 @@ class Once(Quiet):
     def __init__(self, act: Callable[[], object]) -> None:
         self.acts = [act]
 
-    def works(self, names: list[str]) -> None:
+    def active_runs(self, names: list[str]) -> None:
         if self.acts:
             self.acts.pop()()
 

@@ -44,7 +44,7 @@ def vision() -> None:
 # ---------------------------------------------------------------- the published shapes
 
 
-def test_vgg16_is_the_paper_s():
+def test_vgg16_is_that_of_the_paper():
     model = MODELS["vgg16"].factory(num_classes=10)
     assert (weights(model), parameters(model), len(layers(model))) == (15_302_848, 15_311_818, 16)
     convs = [0, 3, 7, 10, 14, 17, 20, 24, 27, 30, 34, 37, 40]
@@ -54,7 +54,7 @@ def test_vgg16_is_the_paper_s():
     assert [tuple(model.classifier[n].weight.shape) for n in (0, 2, 4)] == [(256, 2048), (256, 256), (10, 256)]
 
 
-def test_vgg16_starts_as_the_paper_s():
+def test_vgg16_is_initialised_as_in_the_paper():
     model = MODELS["vgg16"].factory(num_classes=10)
     for layer in layers(model).values():
         if isinstance(layer, nn.Linear):
@@ -65,7 +65,7 @@ def test_vgg16_starts_as_the_paper_s():
             assert abs(float(layer.weight.detach().std()) / (2 / fan_out) ** 0.5 - 1) < 0.1
 
 
-def test_resnet18_is_the_paper_s():
+def test_resnet18_is_that_of_the_paper():
     model = MODELS["resnet18"].factory(num_classes=10)
     assert (weights(model), parameters(model), len(layers(model))) == (11_164_352, 11_173_962, 21)
     names = ["conv1"]
@@ -80,7 +80,7 @@ def test_resnet18_is_the_paper_s():
     assert not any(name.startswith("layer1.0.shortcut") for name in state)
 
 
-def test_resnet50_is_the_paper_s():
+def test_resnet50_is_that_of_the_paper():
     model = MODELS["resnet50"].factory()
     assert (weights(model), parameters(model), len(layers(model))) == (25_502_912, 25_557_032, 54)
     first = ["conv1", *(f"layer1.0.{name}" for name in ("conv1", "conv2", "conv3", "downsample.0"))]
@@ -88,7 +88,7 @@ def test_resnet50_is_the_paper_s():
     assert list(layers(model))[-1] == "fc"
 
 
-def test_resnet50_takes_torchvision_s_weights(vision):
+def test_resnet50_loads_the_weights_of_torchvision(vision):
     theirs = build("torchvision:resnet50", num_classes=7, shape=(3, 64, 64))
     ours = build("resnet50", num_classes=7, shape=(3, 64, 64))
     ours.load_state_dict(theirs.state_dict(), strict=True)
@@ -216,7 +216,7 @@ def test_normalisation_is_inside_the_model():
     assert model.double().mean.dtype == torch.float64
 
 
-def test_normalisation_that_makes_no_sense():
+def test_invalid_normalisation_is_refused():
     assert "1 channels, the data has 3" in refused("resnet8", normalize=([0.5], [0.5]))
     assert "3 means and 1 stds" in refused("resnet8", normalize=([0.5] * 3, [0.5]))
     assert "std above 0" in refused("resnet8", normalize=([0.5] * 3, [0.5, 0.0, 0.5]))
@@ -242,7 +242,7 @@ def test_unknown_options():
     assert "comes from the data" in refused("vgg16", in_channels=3)
 
 
-def test_values_that_make_no_sense():
+def test_invalid_values_are_refused():
     for width in (0, -1, float("nan"), float("inf"), "wide", True, None):
         assert "width" in refused("resnet18", width=width)
     assert "depth" in refused("convnet", depth=0)
@@ -275,7 +275,7 @@ def test_timm(vision):
     assert model.patch_embed.proj.weight.shape[1:] == (1, 4, 4)
 
 
-def test_what_the_libraries_can_not_do(vision):
+def test_unknown_models_and_options_of_the_libraries_are_refused(vision):
     assert "did you mean 'resnet18'?" in refused("torchvision:resnt18")
     assert "did you mean 'vit_tiny_patch16_224'?" in refused("timm:vit_tiny_patch16_22")
     assert "3 channels, the data has 1" in refused("torchvision:resnet18", shape=(1, 32, 32))
@@ -295,7 +295,7 @@ def test_a_missing_library_says_what_to_install(monkeypatch, vision, spec, missi
         build(spec, num_classes=10, shape=(3, 32, 32))
 
 
-def test_importing_harp_s_models_needs_no_torchvision():
+def test_importing_the_models_does_not_import_torchvision():
     code = "import sys, harp.models; assert not {'torchvision', 'timm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
@@ -360,14 +360,14 @@ def test_a_helper_imported_in_the_forward_pass(tmp_path):
     assert model(torch.rand(2, 3, 8, 8)).shape == (2, 4)
 
 
-def test_a_file_is_read_as_it_is_now(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     path = source(tmp_path, LINEAR)
     assert build(path + ":net", num_classes=4, shape=(3, 8, 8))[1].bias is not None
     source(tmp_path, LINEAR.replace("bias=True", "bias=None"))
     assert build(path + ":net", num_classes=4, shape=(3, 8, 8))[1].bias is None
 
 
-def test_files_that_are_not_there(tmp_path):
+def test_missing_files_and_functions_are_refused(tmp_path):
     assert "there is no file" in refused(str(tmp_path / "none.py:net"))
     path = source(tmp_path, LINEAR)
     assert "no function 'nett', did you mean 'net'?" in refused(path + ":nett")
@@ -403,7 +403,7 @@ def test_files_that_are_not_there(tmp_path):
         ),
     ],
 )
-def test_files_that_fail(tmp_path, code, parts):
+def test_errors_in_a_file_give_one_line(tmp_path, code, parts):
     before = set(sys.modules)
     message = refused(source(tmp_path, code) + ":net")
     for part in parts:
@@ -420,7 +420,7 @@ def test_options_of_a_function(tmp_path):
     assert "'depth'" in refused(path + ":rest", depth=3)
 
 
-def test_the_check_leaves_no_trace(tmp_path):
+def test_the_check_changes_neither_the_model_nor_the_random_state(tmp_path):
     code = """
 import torch
 class net(torch.nn.Module):

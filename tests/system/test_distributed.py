@@ -1,7 +1,7 @@
-"""Several processes on CPU (gloo) do what one does, by the engine's own launcher and by torchrun.
+"""Several processes on the CPU (gloo) give the same result as one, with our launcher and with torchrun.
 
-The networks have batch norms, the attacks start at random, and all is computed in float64, so that the order of a sum
-does not decide between two weights: what is left is rounding.
+The networks have batch norms, the attacks start at random, and everything is computed in float64, so that the order of
+a sum does not decide between two weights: only rounding errors remain.
 """
 
 import json
@@ -20,8 +20,8 @@ from support.distributed_job import METHODS
 from support.paths import ROOT, SUPPORT
 from support.processes import numbers, recipe, run
 
-# What two processes find with these is not what one finds.
-APART = {"mad": "every process finds the soft masks of its own part of the batch, and saliencies are averaged"}
+# Methods whose result depends on the number of processes.
+APART = {"mad": "every process computes soft masks from its part of the batch, and saliencies are averaged"}
 MAIN = ("harp", "hydra", "r-admm", "bcs-p")
 OBJECTIVES = ("harp/trades", "harp/fast")
 OWN_NORMS = "harp/trades/apart"  # each process normalises by its own images
@@ -77,7 +77,7 @@ SINGLE = {"rtol": 1e-4, "atol": 1e-6}  # of a method whose gates are float32
 
 
 @pytest.mark.parametrize("method", ALL)
-def test_processes_agree_to_the_bit_and_meet_the_budget(pair: list[States], alone: States, method: str) -> None:
+def test_all_processes_have_the_same_bits_and_meet_the_budget(pair: list[States], alone: States, method: str) -> None:
     first, second = (states[method] for states in pair)
     assert_same(first, second, **BITS)
     assert mask_ops.kept(first["masks"]) == first["total"] == alone[method]["total"]
@@ -90,7 +90,7 @@ def test_two_processes_equal_one(pair: list[States], alone: States, method: str)
     assert_same(pair[0][method], alone[method], **(SINGLE if method == "anp-vs" else ROUNDING))
 
 
-def test_norms_of_each_process_are_those_of_its_own_images(pair: list[States], alone: States) -> None:
+def test_without_synchronisation_batch_norms_use_the_images_of_their_process(pair: list[States], alone: States) -> None:
     assert not torch.allclose(
         pair[0][OWN_NORMS]["model"]["2.running_mean"], alone[OWN_NORMS]["model"]["2.running_mean"]
     )
@@ -98,7 +98,7 @@ def test_norms_of_each_process_are_those_of_its_own_images(pair: list[States], a
 
 
 @pytest.mark.slow
-def test_torchrun_is_as_good_a_launcher(tmp_path: Path, alone: States) -> None:
+def test_torchrun_gives_the_same_result_as_our_launcher(tmp_path: Path, alone: States) -> None:
     for states in job(tmp_path, 2, "harp", torchrun=True):
         assert_same(states["harp"], alone["harp"], **ROUNDING)
 
@@ -115,7 +115,7 @@ def test_nothing_depends_on_the_number_of_processes(tmp_path: Path, objective: s
             assert_same(states, expected, **ROUNDING)
 
 
-def test_a_state_goes_on_in_another_number_of_processes(tmp_path: Path, alone: States) -> None:
+def test_a_state_is_resumed_with_another_number_of_processes(tmp_path: Path, alone: States) -> None:
     """From the middle of an epoch."""
     assert all(states == {} for states in job(tmp_path, 2, "harp", stop_at=2)), "it should have stopped"
     (states,) = job(tmp_path, 1, "harp")
@@ -125,7 +125,7 @@ def test_a_state_goes_on_in_another_number_of_processes(tmp_path: Path, alone: S
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("objective", ["pgd", "free"])
-def test_states_go_on_from_any_number_to_any_other(tmp_path: Path, objective: str) -> None:
+def test_states_are_resumed_from_any_number_of_processes_to_any_other(tmp_path: Path, objective: str) -> None:
     words = [f"{method}/{objective}" for method in MAIN]
     (tmp_path / "alone").mkdir()
     (expected,) = job(tmp_path / "alone", 1, *words)
@@ -165,7 +165,7 @@ def test_the_command_runs_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
+def test_an_error_is_printed_once(tmp_path: Path) -> None:
     words = "--accelerator", "cpu", "--devices", "2", "--data-dir", "nowhere"
     done = run(sys.executable, "-m", "harp", "run", "cifar10/resnet18/harp-pgd-99", *words, folder=tmp_path, code=2)
     errors = [line for line in done.stderr.splitlines() if "error" in line]
@@ -176,6 +176,6 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("ip") is None or os.geteuid() != 0, reason="hosts are made by ip, as root")
 @pytest.mark.parametrize("launcher", ["harp", "torchrun", "srun"])
-def test_two_hosts_do_what_one_process_does(tmp_path: Path, launcher: str) -> None:
+def test_two_hosts_give_the_same_result_as_one_process(tmp_path: Path, launcher: str) -> None:
     done = run(sys.executable, str(ROOT / "scripts" / "two-hosts"), launcher, folder=tmp_path)
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True

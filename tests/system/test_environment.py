@@ -1,4 +1,4 @@
-"""Who starts the processes is understood: torchrun, srun, nobody."""
+"""The place of a process that torchrun, srun or nothing has started."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_plain_process_has_no_place() -> None:
     assert here({"HOME": "/root"}) is None
 
 
-def test_a_place_survives_the_environment() -> None:
+def test_a_place_is_restored_from_its_environment_variables() -> None:
     place = Place(5, 8, 1, 4, 1, 2, "10.0.0.1", 1234)
     assert here(place.environment()) == place
 
@@ -36,16 +36,16 @@ def test_torchrun() -> None:
 def test_a_task_of_srun_takes_the_numbers_of_its_step() -> None:
     assert here(STEP) == Place(3, 5, 1, 2, 1, 3, "gpu03", 15000 + 3456)
     assert here({**STEP, "SLURM_NODEID": "2"}) == Place(3, 5, 1, 1, 2, 3, "gpu03", 18456)
-    told = here({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "99"})
-    assert told is not None and (told.address, told.port) == ("10.1.1.1", 99)
+    place = here({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "99"})
+    assert place is not None and (place.address, place.port) == ("10.1.1.1", 99)
 
 
-def test_a_batch_script_without_srun_waits_for_nobody() -> None:
+def test_a_batch_script_without_srun_is_a_single_process() -> None:
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
     assert here({**batch, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}) is None
 
 
-def test_a_single_task_may_start_others() -> None:
+def test_a_single_task_of_srun_has_no_place() -> None:
     assert here({**STEP, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
@@ -57,7 +57,7 @@ def test_the_first_of_slurms_hosts(hosts: str, first: str) -> None:
     assert first_host(hosts) == first
 
 
-def test_nonsense_is_one_line() -> None:
+def test_invalid_environment_variables_are_refused() -> None:
     with pytest.raises(RecipeError, match="tasks per machine"):
         here({**STEP, "SLURM_STEP_TASKS_PER_NODE": "many"})
     with pytest.raises(RecipeError, match="environment variables of a distributed run"):

@@ -1,4 +1,4 @@
-"""What the engine starts, by whom, with what precision, and on which cores."""
+"""Launching Fabric: processes, precision, cores and addresses."""
 
 from typing import Any
 
@@ -13,29 +13,30 @@ from support.commands import Harp, refused
 
 
 class Started(Exception):
-    """Somebody starts processes."""
+    """Raised in place of starting a process."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """The environments of processes that would have been started."""
-    found: list[dict[str, str]] = []
+    environments: list[dict[str, str]] = []
 
     def start(command: list[str], env: dict[str, str], **more: Any) -> None:
-        found.append(env)
+        environments.append(env)
         raise Started
 
     monkeypatch.setattr(launcher.subprocess, "Popen", start)
-    return found
+    return environments
 
 
-def test_who_else_starts_the_processes_numbers_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NODE_RANK is in the environment of many clusters, beside what torchrun or srun say."""
-    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
+def test_node_rank_is_ignored_if_torchrun_or_srun_started_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many clusters set NODE_RANK in addition to the variables of torchrun or srun."""
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
-    cluster = fabric.launch("32-true", "cpu", node_rank=3).settings["strategy"].cluster_environment
-    assert (cluster.global_rank(), cluster.world_size(), cluster.local_rank(), cluster.node_rank()) == (1, 2, 1, 0)
-    monkeypatch.setattr(fabric.environment, "here", lambda: None)
+    with monkeypatch.context() as started:
+        for name, value in Place(1, 2, 1, 2).environment().items():
+            started.setenv(name, value)
+        cluster = fabric.launch("32-true", "cpu", node_rank=3).settings["strategy"].cluster_environment
+        assert (cluster.global_rank(), cluster.world_size(), cluster.local_rank(), cluster.node_rank()) == (1, 2, 1, 0)
     (cluster,) = fabric.launch("32-true", "cpu", node_rank=3).settings["plugins"]
     assert (cluster.global_rank(), cluster.world_size()) == (0, 1)
     with pytest.raises(RecipeError, match=r"node rank 3 .* of 1 nodes: give 0 to 0"):
@@ -53,7 +54,8 @@ class Launched:
 
 
 def test_buffers_are_not_exchanged_with_every_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fabric.environment, "here", lambda: Place(1, 2, 1, 2))
+    for variable, value in Place(1, 2, 1, 2).environment().items():
+        monkeypatch.setenv(variable, value)
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
     (name, wish), *more = fabric.launch("32-true", "cpu").settings["strategy"]._ddp_kwargs.items()
     assert name in ("broadcast_buffers", "forward_sync_buffers") and wish is False and not more
@@ -85,7 +87,7 @@ def test_bfloat16_is_for_gpus_that_have_it(gpu: None, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "32-true"), ((8, 0), "bf16-mixed")])
-def test_a_torch_that_counts_emulation(
+def test_bfloat16_with_an_old_torch_that_counts_emulation(
     gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
@@ -93,7 +95,7 @@ def test_a_torch_that_counts_emulation(
     assert fabric.resolve("auto") == expected
 
 
-def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unused_gpu_does_not_change_the_precision(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", ampere)
     assert fabric.resolve("auto", "cpu") == "32-true"
     monkeypatch.setattr("lightning_fabric.Fabric", Launched)
@@ -103,23 +105,20 @@ def test_a_gpu_that_is_not_used_decides_nothing(gpu: None, monkeypatch: pytest.M
 # ---------------------------------------------------------------- cores
 
 
-class Beside:
-    """The processes of a machine, bound to cores, and one of another machine."""
-
-    def __init__(self, *cores: set[int]) -> None:
-        self.cores = cores
-
-    def gather(self, value: Any) -> list[Any]:
-        return [*((value[0], bound) for bound in self.cores), ("another machine", value[1])]
+def sharing(*bound: set[int]) -> int:
+    """With the processes of this machine bound to these cores, and one process on another machine."""
+    return cores.sharers(
+        lambda own: [*((own[0], frozenset(own_cores)) for own_cores in bound), ("another machine", own[1])]
+    )
 
 
 def test_processes_share_cores_unless_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As srun binds tasks; LOCAL_WORLD_SIZE is not set there."""
+    """srun binds tasks to cores, and does not set LOCAL_WORLD_SIZE."""
     monkeypatch.setattr(cores, "usable", lambda: frozenset({0, 1, 2}))
-    assert cores.sharers(Beside({0, 1, 2})) == 1
-    assert cores.sharers(Beside({0, 1, 2}, {3, 4, 5}, {6, 7, 8})) == 1
-    assert cores.sharers(Beside(*[{0, 1, 2}] * 4)) == 4
-    assert cores.sharers(Beside({0, 1, 2}, {2, 3})) == 2
+    assert sharing({0, 1, 2}) == 1
+    assert sharing({0, 1, 2}, {3, 4, 5}, {6, 7, 8}) == 1
+    assert sharing(*[{0, 1, 2}] * 4) == 4
+    assert sharing({0, 1, 2}, {2, 3}) == 2
 
 
 @pytest.mark.parametrize(
@@ -141,7 +140,7 @@ def test_processes_on_the_cpu_share_its_threads(
     assert started[0].get("OMP_NUM_THREADS") == expected
 
 
-def test_the_engine_says_that_it_is_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_divides_the_threads_of_the_cpu(started: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     with pytest.raises(Started):
         fabric.launch("32-true", "cpu", devices=99)
@@ -166,7 +165,7 @@ def test_addresses(text: str, expected: tuple[str, int | None]) -> None:
 
 
 @pytest.mark.parametrize("text", ["host:abc", "host:", ":29500", "", "a:70000", "a:0", "::1", "[::1", "a b:1"])
-def test_what_is_no_address_is_one_line(text: str) -> None:
+def test_invalid_addresses_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"write HOST or HOST:PORT"):
         read_address(text)
 

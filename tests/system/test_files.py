@@ -20,7 +20,7 @@ from harp.system.tensors import load_tensors, save_state, save_tensors
 from support.checkpoints import only, refused
 
 
-def test_atomic_puts_the_whole_file_in_place(tmp_path):
+def test_atomic_replaces_the_file_and_leaves_no_temporary(tmp_path):
     path = tmp_path / "new" / "folder" / "a.txt"
     write_text(path, "one\n")
     write_text(path, "two é\n")
@@ -28,7 +28,7 @@ def test_atomic_puts_the_whole_file_in_place(tmp_path):
     assert only(path.parent) == ["a.txt"]
 
 
-def test_the_file_is_on_the_disk_before_it_takes_its_place_and_then_its_folder_is(tmp_path, monkeypatch):
+def test_the_file_is_synced_before_it_is_replaced_and_then_its_folder(tmp_path, monkeypatch):
     """Should the power fail, the name leads to the old file or to the whole new one, never to an empty one."""
     path, calls = tmp_path / "a.txt", []
     write_text(path, "old")
@@ -72,7 +72,7 @@ def test_failure_in_the_block_leaves_the_old_file(tmp_path, error):
         (errno.EROFS, "Read-only file system"),
     ],
 )
-def test_what_the_system_refuses_is_explained(tmp_path, number, ending):
+def test_errors_of_the_system_are_explained(tmp_path, number, ending):
     def write() -> None:
         with atomic(tmp_path / "a", 12_345_678) as temporary:
             temporary.write_text("half")
@@ -110,7 +110,7 @@ def test_a_full_disk(tmp_path):
     assert only(tmp_path) == ["a.safetensors"]
 
 
-def test_places_that_can_not_be_written(tmp_path):
+def test_paths_that_can_not_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     assert "can't write" in refused(write_text, tmp_path / "file" / "a", "x")
@@ -202,7 +202,7 @@ def test_json_keeps_undecodable_file_names(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text()) == {"path": name}
 
 
-def test_json_of_what_is_not_json(tmp_path):
+def test_values_that_json_can_not_hold_are_refused(tmp_path):
     circle: list[object] = []
     circle.append(circle)
     assert "Tensor" in refused(write_json, tmp_path / "a", {"x": torch.ones(1)})

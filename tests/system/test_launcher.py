@@ -1,4 +1,4 @@
-"""The processes of a machine start, get signals once, and all end, whichever of them dies how."""
+"""The launcher: all processes start, get signals once, and end, however one of them dies."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from harp.system.distributed import launcher
 from harp.system.distributed.environment import Place
 from support.paths import ROOT
 
-# Runs what follows in every process, with `rank`; whoever starts them prints how it ended.
+# Runs the body in every process, with `rank`; the launcher prints how it ended.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -31,12 +31,12 @@ if place is None:
         print(lost)
         sys.exit({lost})
 rank = place.rank
-def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines of others do not get into it
+def tell(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines do not mix
 
 tell("rank", rank, "of", place.world, "pid", os.getpid())
 folder = Path({folder!r})
 (folder / f"up.{{rank}}").touch()
-while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take long
+while {together} and len(list(folder.glob("up.*"))) < 3: time.sleep(0.005)  # starting may take a while
 {body}
 """
 SOURCE = str(ROOT / "src")
@@ -53,7 +53,7 @@ sys.exit(75)
 """
 
 
-SOON = 0.2  # where the others are ended, and not end by themselves
+SOON = 0.2  # for tests in which the launcher must end the other processes
 LONG = 300.0
 
 
@@ -85,7 +85,7 @@ def gone(numbers: list[int], seconds: float = 60.0) -> bool:
     return not any(os.path.exists(f"/proc/{pid}") for pid in numbers)
 
 
-def test_all_run_and_the_code_is_theirs(tmp_path: Path) -> None:
+def test_all_processes_run_and_the_exit_code_is_theirs(tmp_path: Path) -> None:
     process = start(tmp_path, "")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
@@ -104,14 +104,14 @@ def test_all_run_and_the_code_is_theirs(tmp_path: Path) -> None:
         ("sys.exit(75 if rank == 0 else 0)", 75, ""),
     ],
 )
-def test_one_that_dies_ends_all(tmp_path: Path, body: str, code: int, words: str) -> None:
+def test_a_process_that_dies_ends_all_others(tmp_path: Path, body: str, code: int, words: str) -> None:
     process = start(tmp_path, body, firmly=SOON)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == code and words in out
     assert len(pids(out)) == 3 and gone(pids(out))
 
 
-def test_who_ignores_it_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_path: Path) -> None:
     lines = ["import subprocess", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"]
     lines += ["child = subprocess.Popen(['sleep', '999'])", "tell('rank', child.pid)", "(folder / str(rank)).touch()"]
     lines += ["while rank == 0 and len(list(folder.glob('[012]'))) < 3: time.sleep(0.005)"]
@@ -136,7 +136,7 @@ def test_signals_reach_every_process_once(tmp_path: Path, number: signal.Signals
 
 
 def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) -> None:
-    """It comes as soon as there is the first of them: neither that one nor the others may miss it."""
+    """It is sent when the first process exists: neither that one nor the others may miss it."""
     process = start(tmp_path, HEARD.replace('heard.*"))) < 3', 'heard.*"))) < 1'), together=False)
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not listed.read_text():
@@ -147,15 +147,15 @@ def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) 
     assert gone(pids(out))
 
 
-def test_an_interpreter_that_was_interrupted_while_it_started_was_stopped() -> None:
-    """It ends with 1, and nothing of ours has run in it; without a Ctrl-C 1 is a failure."""
+def test_an_interrupt_during_the_start_of_python_counts_as_a_stop() -> None:
+    """Python then exits with 1 before our code runs; without a Ctrl-C 1 is a failure."""
     places = [Place(local, 2, local, 2) for local in range(2)]
     assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
     assert launcher._exit_code({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
     assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
 
 
-def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:
+def test_a_process_without_signal_handlers_is_ended_by_the_signal(tmp_path: Path) -> None:
     process = start(tmp_path, "tell('ready'); time.sleep(999)")
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(6)]
@@ -165,7 +165,7 @@ def test_who_does_not_listen_yet_just_ends(tmp_path: Path) -> None:
     assert gone(pids("".join(lines) + out))
 
 
-def test_an_error_is_told_though_the_others_saved_and_ended(tmp_path: Path) -> None:
+def test_the_exit_code_is_that_of_the_error_if_the_others_stopped(tmp_path: Path) -> None:
     process = start(tmp_path, "sys.exit(2 if rank == 2 else 75)")
     process.communicate(timeout=120)
     assert process.returncode == 2

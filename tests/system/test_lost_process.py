@@ -1,4 +1,4 @@
-"""A process that dies ends the run on all of them, soon and with a word; it goes on with any number of processes."""
+"""A process that dies ends the run on all processes, with one message; any number of processes can resume it."""
 
 import os
 import signal
@@ -23,14 +23,14 @@ def command(folder: Path, processes: int, *words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
-    """What a run of one process comes to that nothing interrupts."""
+    """The results of an uninterrupted run of one process."""
     folder = tmp_path_factory.mktemp("straight")
     run(*command(folder, 1), folder=folder)
     return numbers(folder / "runs")
 
 
 def ranks(parent: int) -> dict[int, int]:
-    """The processes that a command has started, by their numbers."""
+    """The process ids that a command has started, by rank."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
@@ -60,7 +60,7 @@ def broken_off(folder: Path, processes: int, victim: int | None, number: int, st
 
 
 @pytest.mark.parametrize(("processes", "victim", "after"), [(2, 1, 4), (2, 0, 1), (4, 2, 2)])
-def test_a_killed_process_ends_the_run_which_goes_on_with_others(
+def test_a_killed_process_ends_the_run_which_can_be_resumed(
     tmp_path: Path, straight: tuple[Any, ...], processes: int, victim: int, after: int
 ) -> None:
     stage = "pretrain" if victim else "prune"

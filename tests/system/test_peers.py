@@ -1,4 +1,4 @@
-"""What processes tell each other in a store: that they live, that all are to stop, and how they ended."""
+"""Status messages between processes: heartbeats, requests to stop, and how a process ended."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ Pair = tuple[Peers, Peers]
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Why a process would have ended itself."""
+    """The exit codes and messages with which a process would have exited."""
     reasons: list[str] = []
     monkeypatch.delenv(SUPERVISOR, raising=False)
     monkeypatch.setattr(os, "_exit", lambda code: reasons.append(f"{code}: {capsys.readouterr().err.splitlines()[-1]}"))
@@ -34,7 +34,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 class Connection:
-    """A process's connection to the store, which may be cut, or slow with what it is given next."""
+    """A connection of a process to the store, which can be cut, or slow for the next message."""
 
     def __init__(self, store: dist.HashStore) -> None:
         self.store, self.cut, self.slow = store, False, threading.Event()
@@ -57,48 +57,48 @@ class Connection:
 
 @pytest.fixture
 def connection() -> Connection:
-    """The second process's."""
+    """The connection of the second process."""
     return Connection(dist.HashStore())
 
 
 @pytest.fixture
 def pair(ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """Two processes, here in one."""
+    """Two processes, simulated in one."""
     both = Peers(connection.store, 0, 2), Peers(connection, 1, 2)
     yield both
-    monkeypatch.setattr(peers, "SAVING", 0.05)  # a process whose connection was cut would be waited for
-    for each in reversed(both):
-        each.leave()
+    monkeypatch.setattr(peers, "SAVING", 0.05)  # do not wait for a process whose connection was cut
+    for process in reversed(both):
+        process.leave()
 
 
 def until(true: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
 
 
 def beats(process: Peers, count: int) -> None:
-    """Wait for so many notes of a process."""
+    """Wait for a number of heartbeats of a process."""
     before = process.beat
     until(lambda: process.beat > before + count)
 
 
-def test_one_that_fails_ends_the_others(pair: Pair, ended: list[str]) -> None:
-    """Its exception may have been caught and told: nobody would find out by an exchange of NCCL for half an hour."""
+def test_a_failed_process_ends_the_others(pair: Pair, ended: list[str]) -> None:
+    """Its exception may have been caught: a collective operation of NCCL would only notice it after half an hour."""
     pair[1].leave(in_order=False)
     until(lambda: ended)
     assert ended[0].startswith(f"{LOST}: error: process 1 of 2 failed;")
 
 
-def test_one_that_is_done_ends_nobody(pair: Pair, ended: list[str]) -> None:
+def test_a_finished_process_does_not_end_the_others(pair: Pair, ended: list[str]) -> None:
     pair[1].leave()
-    pair[1].leave(in_order=False)  # the first word counts
+    pair[1].leave(in_order=False)  # the first call counts
     beats(pair[0], 3 * peers.GRACE)
     assert not ended
 
 
-def test_one_that_says_nothing_more_is_dead(
+def test_a_process_without_heartbeat_counts_as_dead(
     pair: Pair, ended: list[str], connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "LATE", 5)
@@ -113,8 +113,8 @@ def leaving(process: Peers) -> threading.Thread:
     return thread
 
 
-def test_the_first_goes_last(pair: Pair) -> None:
-    """It keeps the notes: others who compute or save would lose them."""
+def test_process_0_leaves_last(pair: Pair) -> None:
+    """It hosts the store, which the others need while they compute or save."""
     thread = leaving(pair[0])
     beats(pair[1], 5)
     assert thread.is_alive()
@@ -123,9 +123,9 @@ def test_the_first_goes_last(pair: Pair) -> None:
     assert not thread.is_alive()
 
 
-def test_a_late_note_does_not_hide_that_a_process_has_left(pair: Pair, connection: Connection) -> None:
+def test_a_late_heartbeat_does_not_overwrite_the_last_status(pair: Pair, connection: Connection) -> None:
     connection.slow.set()
-    assert connection.reached.wait(60), "the pulse never came"
+    assert connection.reached.wait(60), "no heartbeat was sent"
     second = leaving(pair[1])
     second.join(0.2)
     connection.free.set()
@@ -155,7 +155,7 @@ def test_a_process_that_leaves_waits_for_its_heartbeat_to_end(pair: Pair, connec
     assert not second.is_alive()
 
 
-def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:
+def test_a_stopping_process_waits_until_the_others_have_saved(pair: Pair, ended: list[str]) -> None:
     stops = [Stop(), Stop()]
     for process, stop in zip(pair, stops, strict=True):
         process.listen(stop)
@@ -169,13 +169,13 @@ def test_who_stops_waits_until_the_others_have_saved(pair: Pair, ended: list[str
     assert not thread.is_alive()
 
 
-def test_nobody_is_waited_for_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_others_has_a_time_limit(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "SAVING", 0.05)
     pair[0].leave()
 
 
-def test_who_waits_in_a_meeting_for_one_that_stopped_is_stopped_too(pair: Pair) -> None:
-    """And not told that the other one was lost, whichever of both it learns first."""
+def test_a_process_at_a_barrier_stops_if_another_one_stopped(pair: Pair) -> None:
+    """It does not report the other one as lost, whichever of both it learns first."""
     stops = [Stop(), Stop()]
     for process, stop in zip(pair, stops, strict=True):
         process.listen(stop)
@@ -192,7 +192,7 @@ def test_who_waits_in_a_meeting_for_one_that_stopped_is_stopped_too(pair: Pair) 
     thread.join(60)
 
 
-def test_who_waits_in_a_meeting_for_one_that_ended_is_told(pair: Pair) -> None:
+def test_a_process_at_a_barrier_gets_an_error_if_another_one_ended(pair: Pair) -> None:
     pair[1].leave()
     with pytest.raises(Lost, match="process 1 of 2 ended before its work was done"):
         pair[0].meet()
@@ -202,17 +202,19 @@ def test_who_waits_in_a_meeting_for_one_that_ended_is_told(pair: Pair) -> None:
     ("code", "in_order"),
     [(0, True), (None, True), (UNFINISHED, True), (130, True), (1, False), (2, False), (76, False)],
 )
-def test_the_command_tells_how_it_ends(monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool) -> None:
-    told: list[bool] = []
+def test_the_command_reports_how_it_ends_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool
+) -> None:
+    reports: list[bool] = []
 
     class One(peers.Alone):
         def leave(self, in_order: bool = True) -> None:
-            told.append(in_order)
+            reports.append(in_order)
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", One)
     ranks.leave(code)
-    assert told == [in_order]
+    assert reports == [in_order]
 
 
 SCRIPT = """
@@ -230,7 +232,7 @@ eval(sys.argv[1])
 
 
 @pytest.mark.parametrize(("last", "said"), [("None", "in order"), ("1 / 0", "failed")])
-def test_a_script_of_somebody_else_need_not_say_it(last: str, said: str) -> None:
+def test_a_user_script_need_not_report_how_it_ends(last: str, said: str) -> None:
     words = [sys.executable, "-c", SCRIPT, last]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{said}\n", done.stderr

@@ -1,4 +1,4 @@
-"""What a person sees."""
+"""Progress displays, tables and plots."""
 
 import io
 import re
@@ -67,7 +67,7 @@ def test_the_headline_is_in_the_units_of_the_budget() -> None:
     assert tables.layer_columns()[:2] == ("layer", "weights")
 
 
-def test_pictures_name_what_they_count(tmp_path: Path) -> None:
+def test_plots_name_their_units(tmp_path: Path) -> None:
     title = " ".join(["a title of many words"] * 12)
     texts = {}
     for kind in ("weights", "channels"):
@@ -86,7 +86,7 @@ def test_pictures_name_what_they_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
+def test_a_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"layers.{suffix}"
     plots.draw(path, "title", LAYERS, HISTORY)
     head = path.read_bytes()[:200]
@@ -94,7 +94,7 @@ def test_a_picture_is_drawn(tmp_path: Path, suffix: str) -> None:
     plots.draw(path, "nothing learned yet", LAYERS, {})
 
 
-def test_a_log_without_a_terminal_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_without_a_terminal_gets_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     display = Terminal(Console(file=screen, force_terminal=False, width=160))
     clock = iter([0.0, *(31.0 * tick for tick in range(1, 20))])

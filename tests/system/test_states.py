@@ -1,4 +1,4 @@
-"""The last few states: verified when written, and the one before is taken when the newest is damaged."""
+"""The last states: verified when written; if the newest is damaged, the one before is loaded."""
 
 import errno
 import os
@@ -43,7 +43,7 @@ def loaded(states: States) -> int:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4])
-def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
+def test_the_last_states_are_kept(tmp_path: Path, keep: int) -> None:
     for count in range(1, 7):
         states = filled(tmp_path / str(count), count, keep)
         expected = list(range(count))[::-1][:keep]
@@ -56,7 +56,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int) -> None:
         assert names(tmp_path / str(count)) == []
 
 
-def test_fewer_are_kept_when_fewer_are_wanted(tmp_path: Path) -> None:
+def test_fewer_states_are_kept_after_keep_is_reduced(tmp_path: Path) -> None:
     filled(tmp_path, 5, keep=4)
     States(tmp_path / "state.pt", 2).save(state(5))
     assert names(tmp_path) == ["state.1.pt", "state.pt"]
@@ -82,7 +82,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_of_a_damaged_state_the_one_before_is_taken(
+def test_the_state_before_a_damaged_one_is_loaded(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     states = filled(tmp_path, 3)
@@ -92,13 +92,13 @@ def test_of_a_damaged_state_the_one_before_is_taken(
     assert "state.pt" in caplog.text
     assert "going on from the state before" in caplog.text
     assert names(tmp_path) == ["state.1.pt", "state.damaged.pt"]
-    states.save(state(7))  # and what is whole is not thrown away for what comes next
+    states.save(state(7))  # the intact state is kept
     assert [load_state(path)["epoch"] for path in states.paths()] == [7, 1]
     states.remove()
     assert names(tmp_path) == []
 
 
-def test_no_state_is_whole(tmp_path: Path) -> None:
+def test_only_damaged_states_are_an_error(tmp_path: Path) -> None:
     states = filled(tmp_path, 3)
     for path in states.paths():
         path.write_bytes(b"")
@@ -107,13 +107,13 @@ def test_no_state_is_whole(tmp_path: Path) -> None:
     assert names(tmp_path) == ["state.1.pt", "state.pt"]
 
 
-def test_there_is_none(tmp_path: Path) -> None:
+def test_no_states_give_none(tmp_path: Path) -> None:
     assert States(tmp_path / "nowhere" / "state.pt").load() is None
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_byte_is_changed_is_noticed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_changed_byte_is_detected(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     states = filled(tmp_path_factory.mktemp("states"), 1)
     whole = states.path.read_bytes()
     place = data.draw(st.integers(0, len(whole) - 1))
@@ -133,7 +133,7 @@ def test_a_state_without_a_digest_is_read(tmp_path: Path) -> None:
     assert loaded(States(tmp_path / "state.pt", of="a stage")) == 3
 
 
-def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
+def test_torch_loads_a_state_file(tmp_path: Path) -> None:
     path = filled(tmp_path, 1).path
     assert digest.intact(path) is True
     assert torch.load(path, weights_only=True)["epoch"] == 0
@@ -151,7 +151,7 @@ def test_states_of_another_version_or_training_are_refused(tmp_path: Path) -> No
         states.load()
 
 
-def test_a_disk_that_gives_back_other_bytes_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_states_survive_a_disk_that_returns_other_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = filled(tmp_path, 2)
     before = {path.name: path.read_bytes() for path in states.paths()}
     monkeypatch.setattr(digest, "intact", lambda path, from_disk: False)
@@ -162,7 +162,7 @@ def test_a_disk_that_gives_back_other_bytes_costs_nothing(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
 @pytest.mark.parametrize("call", ["fsync", "write", "replace"])
-def test_what_the_system_refuses_leaves_the_states_alone(
+def test_old_states_survive_a_failed_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
     states = filled(tmp_path, 3)
@@ -185,7 +185,7 @@ def test_what_the_system_refuses_leaves_the_states_alone(
     assert [load_state(path)["epoch"] for path in states.paths()] == [3, 2]
 
 
-def test_where_a_file_can_have_one_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise OSError(errno.EPERM, "no links here")
 
@@ -194,8 +194,10 @@ def test_where_a_file_can_have_one_name_only(tmp_path: Path, monkeypatch: pytest
     assert [load_state(path)["epoch"] for path in states.paths()] == [3, 2, 1]
 
 
-def test_killed_between_two_moves_a_whole_state_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call that changes the folder is one after which the process may be gone."""
+def test_a_complete_state_exists_after_a_kill_between_two_renames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may be killed after any call that changes the folder."""
     for links in (True, False):
         moment = 0
         while True:

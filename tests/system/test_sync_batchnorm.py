@@ -82,7 +82,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_statistics_answers_and_gradients_are_those_of_one_process(ranks: list[dict[str, Any]], kind: str) -> None:
+def test_statistics_outputs_and_gradients_equal_those_of_one_process(ranks: list[dict[str, Any]], kind: str) -> None:
     model = network(KINDS[kind])
     alone = learned(model, model, images(), 1.0)
     for name, value in alone.items():
@@ -110,7 +110,7 @@ def test_autocast_keeps_statistics_in_float32(ranks: list[dict[str, Any]]) -> No
     assert (weight - model[0].weight.grad).norm() < 0.05 * model[0].weight.grad.norm()
 
 
-def test_eval_mode_is_left_alone(ranks: list[dict[str, Any]]) -> None:
+def test_eval_mode_is_unchanged(ranks: list[dict[str, Any]]) -> None:
     model = network({}).eval()
     expected = model(images()).detach()
     torch.testing.assert_close(torch.cat([found["eval"]["answer"] for found in ranks]), expected)
@@ -118,7 +118,7 @@ def test_eval_mode_is_left_alone(ranks: list[dict[str, Any]]) -> None:
         assert all(torch.equal(found["eval"][name], buffer) for found in ranks)
 
 
-def test_buffers_are_shared_from_the_first(ranks: list[dict[str, Any]]) -> None:
+def test_buffers_are_copied_from_process_0(ranks: list[dict[str, Any]]) -> None:
     expected = network({})
     expected(images()[: SIZES[0]])
     for found in ranks:

@@ -1,12 +1,3 @@
 """Data sets, file formats and batches."""
 
-__all__ = [
-    "batches",
-    "dataset",
-    "datasets",
-    "decodable",
-    "formats",
-    "registry",
-    "streaming",
-    "webdataset",
-]
+__all__ = ["batches", "dataset", "datasets", "decodable", "formats", "registry", "streaming", "webdataset"]

@@ -7,20 +7,20 @@ Every random choice depends only on the seed, the epoch, the index of the batch 
 was stopped in the middle of an epoch continues with the same images, with any number of processes and workers.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
+from itertools import tee
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from harp.data.registry import Split
+from harp.data.dataset import Split
+from harp.data.decodable import Corrupt
 from harp.data.streaming.augment import Augment, ResizedCrop
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.unreadable import Corrupt
-from harp.data.streaming.workers import Decoding, Job, Loading, check_workers
+from harp.data.streaming.workers import Decoder, Job, Loader
 from harp.errors import DataError, RecipeError
 from harp.system.seeds import derive
 
@@ -76,11 +76,12 @@ class Batches:
             raise RecipeError(f"batch {batch} for {world} processes, expected a positive multiple of {world}")
         if not 0 <= rank < world:
             raise RecipeError(f"rank {rank} of {world} processes, expected 0 to {world - 1}")
-        check_workers(self.workers)
+        if self.workers < 0:
+            raise RecipeError(f"workers {self.workers}, expected 0 or more")
         if len(self.split) < world:
             raise DataError(f"{len(self.split)} images for {world} processes, expected at least one each")
         if isinstance(self.augment, ResizedCrop) and not isinstance(self.split.images, Streamed):
-            raise RecipeError("crops of the stored pictures need streamed images: these are in memory, at their size")
+            raise RecipeError("crops of the stored images need streamed images: these are in memory, at their size")
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.split), self.batch)
@@ -113,18 +114,12 @@ class Batches:
         return part.images, part.labels
 
     def _streamed(self, images: Streamed, plans: Iterator[_Plan]) -> Iterator[tuple[Tensor, Tensor]]:
-        pending = deque[_Plan]()
-
-        def jobs() -> Iterator[Job]:
-            for plan in plans:
-                pending.append(plan)
-                yield _job(images, plan.indices, plan.draws)
-
-        for decoded, failures in self._loading(jobs()):
-            plan = pending.popleft()
+        plans, ahead = tee(plans)  # jobs are taken ahead of their results
+        results = self._loader(_job(images, plan.indices, plan.draws) for plan in ahead)
+        for plan, (decoded, failures) in zip(plans, results, strict=True):
             indices = plan.indices.clone()
             for row, reason in failures.items():
-                self._undecodable.tell(reason)
+                self._undecodable.add(reason)
                 draws = None if plan.draws is None else plan.draws[row : row + 1]
                 decoded[row], indices[row] = self._next_readable(images, int(indices[row]), draws)
             yield decoded, self.split.labels[indices]
@@ -133,10 +128,10 @@ class Batches:
         """The first image after `index` that can be decoded, and its index in the split."""
         for step in range(1, len(self.split)):
             other = (index + step) % len(self.split)
-            decoded, failures = self._loading.task[_job(images, torch.tensor([other]), draws)]
+            decoded, failures = self._loader.decoder[_job(images, torch.tensor([other]), draws)]
             if not failures:
                 return decoded[0], other
-            self._undecodable.tell(failures[0])
+            self._undecodable.add(failures[0])
         raise DataError(f"none of {len(self.split):,} images can be decoded, expected images")
 
     @cached_property
@@ -144,11 +139,9 @@ class Batches:
         return self.corrupt if self.corrupt is not None else Corrupt(len(self.split))
 
     @cached_property
-    def _loading(self) -> Loading:
-        images = self.split.images
-        if not isinstance(images, Streamed):
-            raise DataError("images in memory need no decoding, expected streamed ones")
-        return Loading(Decoding(images.look, self.augment), self.workers)
+    def _loader(self) -> Loader:
+        assert isinstance(self.split.images, Streamed)
+        return Loader(Decoder(self.split.images.crop, self.augment), self.workers)
 
     def _order(self, epoch: int) -> Tensor:
         if not self.shuffle:

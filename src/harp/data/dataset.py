@@ -57,10 +57,10 @@ class DataSet:
     train: Split
     test: Split
     classes: tuple[str, ...]
-    balanced: bool
-    flip: bool
-    source: str
-    verified: bool
+    balanced: bool = False
+    flip: bool = True
+    source: str = ""
+    verified: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.train) or not len(self.test):

@@ -10,16 +10,14 @@ import difflib
 from pathlib import Path
 
 from harp.data.dataset import DataSet, Split, check_batch, draw, holdout
-from harp.data.datasets.base import Encoded, Facts, Preset, Source
+from harp.data.datasets.base import Encoded, Facts, InMemory, Preset
 from harp.data.datasets.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
-from harp.data.datasets.embedded import Embedded
-from harp.data.datasets.folder import Folder
+from harp.data.datasets.image_folder import Folder, TinyImageNet
 from harp.data.datasets.imagenet import ImageNet
 from harp.data.datasets.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
-from harp.data.datasets.npz import Npz
+from harp.data.datasets.npz import Embedded, Npz
 from harp.data.datasets.shards import Shards
 from harp.data.datasets.svhn import Svhn
-from harp.data.datasets.tiny_imagenet import TinyImageNet
 from harp.errors import DataError
 from harp.system.progress import Quiet
 
@@ -29,7 +27,7 @@ DEFAULT_FOLDER = Path("data")
 """The default folder for the files of data sets."""
 
 _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_SOURCES: tuple[Source, ...] = (
+_SOURCES: tuple[InMemory | Encoded, ...] = (
     Embedded(
         "fashion",
         "part of Fashion-MNIST, shipped with the package: 5,000 + 1,000 garments, 28x28x1",
@@ -178,7 +176,7 @@ def load(
     if stream or margin is not None:
         encoded = ", ".join(other.name for other in _SOURCES if isinstance(other, Encoded))
         raise DataError(f"{name}: its images are not files, expected {encoded} to stream or to crop stored pictures")
-    data = source.read(folder, size)
+    data = source.read(folder)
     if size is not None and data.shape[1:] != (size, size):
         side = f"{data.shape[1]}x{data.shape[2]}"
         raise DataError(f"{name}: size {size} for images of {side}, expected none: only folder resizes")

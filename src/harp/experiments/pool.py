@@ -51,7 +51,7 @@ def work(
     total = len(tasks) if total is None else total
     waiting, running, failed = list(tasks), dict[str, Process](), dict[str, str]()
     stop, passed_on, unfinished = stop or Stop(), False, set[str]()
-    with stop.on_signals(), display.working("runs", total, total - len(tasks)), _left_behind(running):
+    with stop.on_signals(), display.counting_runs("runs", total, total - len(tasks)), _left_behind(running):
         while running or (waiting and stop.signal is None):
             while len(running) < jobs and stop.signal is None:
                 task = _next(waiting, running)
@@ -61,10 +61,10 @@ def work(
                     unfinished.add(task.name)
                 elif task.after in failed:
                     failed[task.name] = f"not started: {task.after} failed"
-                    display.worked(task.name, failed[task.name], list(running))
+                    display.run_finished(task.name, failed[task.name], list(running))
                 else:
                     running[task.name] = start(task.name)
-                    display.works(list(running))
+                    display.active_runs(list(running))
             if stop.signal is not None and not passed_on:
                 passed_on = True
                 for process in running.values():
@@ -77,7 +77,7 @@ def work(
                 elif code not in (0, AT_CHANCE):  # a network at chance level is a result, too
                     failed[name] = f"exit code {code}"
                 told = "saved, unfinished" if name in unfinished else failed.get(name)
-                display.worked(name, told, list(running))
+                display.run_finished(name, told, list(running))
             if not ended and running:
                 time.sleep(0.05)
     if stop.signal is not None:

@@ -27,9 +27,8 @@ from torch.optim import AdamW, Optimizer
 from harp.attacks import Attack
 from harp.data import registry
 from harp.data.batches import Augment, Batches, ResizedCrop
-from harp.data.decodable import readable
+from harp.data.decodable import Corrupt, readable
 from harp.data.streaming.images import Streamed
-from harp.data.streaming.unreadable import Corrupt
 from harp.data.streaming.workers import default_workers
 from harp.errors import Diverged, Interrupted, RecipeError
 from harp.evaluation import chance_level
@@ -121,7 +120,7 @@ class Run:
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
         self.data = source or registry.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
-        sharers = affinity.sharers(self.peers)
+        sharers = affinity.sharers(self.peers.gather)
         self.workers = default_workers(sharers) if workers is None else workers
         count = recipe.data.held(len(self.data.train))
         self.train, self.held = registry.holdout(self.data.train, count, derive(recipe.seed, "holdout"))

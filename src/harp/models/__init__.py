@@ -12,19 +12,10 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.models import external, resnet, small, vgg, wide_resnet
+from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
 
-__all__ = [
-    "MODELS",
-    "ModelEntry",
-    "Normalized",
-    "agreement",
-    "build",
-    "modes",
-    "source_file",
-    "usual",
-    "weights",
-]
+__all__ = ["MODELS", "ModelEntry", "Normalized", "agreement", "build", "modes", "source_file", "usual", "weights"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,6 @@ class ModelEntry:
 
 
 _IMAGENET = (1000, (3, 224, 224))
-
 
 MODELS: dict[str, ModelEntry] = {
     "vgg16": ModelEntry(vgg.vgg16, "VGG16 with batch norm for 32x32 images, as in the HARP paper (15.3 M weights)"),
@@ -131,31 +121,20 @@ def _construct(spec: str, num_classes: int, shape: tuple[int, int, int], options
 
 
 def _check_logits(model: nn.Module, spec: str, num_classes: int, shape: tuple[int, int, int]) -> None:
-    """One forward pass: what is wrong with a model should show before hours of training, not after."""
+    """Check one forward pass, before hours of training."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     images = torch.linspace(0, 1, 2 * shape[0] * shape[1] * shape[2], device=device).view(2, *shape)
-    what, file = f"{spec} fails on a batch of shape {[2, *shape]}", external.file_of(spec)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        # A model may draw random numbers even in eval mode; the caller's stream must not notice the check.
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), external.explained(what, file):
-            logits = model(images)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    wrong = _wrong_with(logits, num_classes)
-    if wrong:
-        raise ModelError(f"{spec} {wrong}")
-
-
-def _wrong_with(logits: object, num_classes: int) -> str | None:
+    problem = external.explained(f"{spec} fails on a batch of shape {[2, *shape]}", external.file_of(spec))
+    # A model may draw random numbers even in eval mode: the check must not change the random state of the caller.
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), problem, evaluating(model):
+        logits: object = model(images)
     if not isinstance(logits, Tensor):
-        return f"gives a {type(logits).__name__}, not a tensor of logits"
+        raise ModelError(f"{spec} gives a {type(logits).__name__}, not a tensor of logits")
     if logits.dim() != 2 or len(logits) != 2:
-        return f"gives shape {list(logits.shape)} for two images; logits have shape [2, {num_classes}]"
+        shapes = f"{list(logits.shape)} for two images; logits have shape [2, {num_classes}]"
+        raise ModelError(f"{spec} gives shape {shapes}")
     if logits.shape[1] != num_classes:
-        return f"gives {logits.shape[1]} logits, the data has {num_classes} classes: pass num_classes on to the model"
+        counts = f"{logits.shape[1]} logits, the data has {num_classes} classes"
+        raise ModelError(f"{spec} gives {counts}: pass num_classes on to the model")
     if not logits.is_floating_point() or not bool(logits.isfinite().all()):
-        return "gives logits that are not finite numbers, for images between 0 and 1"
-    return None
+        raise ModelError(f"{spec} gives logits that are not finite numbers, for images between 0 and 1")

@@ -1,4 +1,4 @@
-"""Whether a faster function of images has the logits of a model, and its gradients."""
+"""Whether a faster function of images has the same logits and gradients as a model."""
 
 from collections.abc import Callable
 
@@ -7,30 +7,31 @@ from torch import Tensor
 
 _Network = Callable[[Tensor], Tensor]
 
-# What logits may differ by, relative to the largest one. In lower precisions one more rounding could move a decision.
+# The allowed difference of logits, relative to the largest one. In lower precisions rounding could change a class.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
-# What the gradient of an image may differ by, relative to its length: a ReLU at its kink may fall to either side.
+# The allowed difference of the gradient of an image, relative to its norm: a ReLU near 0 may be on either side.
 _GRADIENT_TOLERANCE = 2e-2
 
 
-def disagreement(found: _Network, model: _Network, example: Tensor) -> str:
-    """How a function differs from a model near a batch of images; nothing if it does not."""
-    x = _apart(example.detach())
+def disagreement(function: _Network, model: _Network, example: Tensor) -> str:
+    """How a function differs from a model near a batch of images; empty if it does not."""
+    x = _distinct_pixels(example.detach())
     with torch.autocast(example.device.type, enabled=False):
-        expected, slope = _with_gradient(model, x)
-        logits, other = _with_gradient(found, x)
+        expected, expected_gradient = _with_gradient(model, x)
+        logits, gradient = _with_gradient(function, x)
     difference = float((logits - expected).abs().max())
     if not difference <= TOLERANCE[example.dtype] * float(expected.abs().max()):
         return f"its logits are off by {difference:.1e}"
-    gap, length = (each.flatten(1).norm(dim=1) for each in (other - slope, slope))
-    error = float(torch.where(gap == 0, 0, gap / length).median())  # some images may have a kink near them
+    gap = (gradient - expected_gradient).flatten(1).norm(dim=1)
+    norm = expected_gradient.flatten(1).norm(dim=1)
+    error = float(torch.where(gap == 0, 0, gap / norm).median())  # a few images may be at a kink
     return "" if error <= _GRADIENT_TOLERANCE else f"its gradients are off by {error:.1%}"
 
 
-def _apart(example: Tensor) -> Tensor:
-    """Images near those of a batch, within their range, of which no two pixels are the same.
+def _distinct_pixels(example: Tensor) -> Tensor:
+    """Images near those of a batch, within their range, without equal pixels.
 
-    On even ground rounding says which pixel of a window is the largest, and the gradient goes there.
+    Among equal pixels, rounding decides which one is the maximum of a window and gets the gradient.
     """
     low, high = map(float, example.aminmax())
     high = high if high > low else low + 1

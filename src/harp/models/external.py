@@ -1,4 +1,4 @@
-"""Models from elsewhere: torchvision, timm, or a function in a Python file of the user."""
+"""Models of torchvision and timm, and from functions in Python files of the user."""
 
 import contextlib
 import difflib
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from harp.errors import HarpError, MissingExtra, ModelError
+from harp.system.files import reason
 
 Shape = tuple[int, int, int]
 Options = dict[str, Any]
@@ -47,7 +48,7 @@ def from_timm(name: str, num_classes: int, shape: Shape, options: Options) -> nn
     try:
         import timm
     except ImportError as error:
-        raise MissingExtra(f"timm can't be imported ({one_line(error)}): {_VISION}") from error
+        raise MissingExtra(f"timm can't be imported ({reason(error)}): {_VISION}") from error
     if not timm.is_model(name):
         raise ModelError(f"timm has no model {name!r}{nearest(name, timm.list_models())}")
     with explained(f"can't build timm:{name}"):
@@ -96,9 +97,9 @@ def call(factory: Callable[..., Any], name: str, num_classes: int, shape: Shape,
 
 @contextlib.contextmanager
 def importable(spec: str) -> Iterator[None]:
-    """While it lasts, modules beside the file of a `path/to/file.py:function` can be imported.
+    """Inside this context, modules in the folder of a `path/to/file.py:function` can be imported.
 
-    They are imported afresh each time: another model's `layers.py` must not be taken for this one's.
+    They are imported again each time: another model's `layers.py` must not be taken for this one's.
     """
     file = file_of(spec)
     if file is None:
@@ -121,7 +122,7 @@ def importable(spec: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str, file: Path | None = None) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a `ModelError` of one line that starts with `what`."""
+    """Turn any error inside this context into a `ModelError` of one line that starts with `what`."""
     try:
         yield
     except HarpError:
@@ -132,7 +133,8 @@ def explained(what: str, file: Path | None = None) -> Iterator[None]:
         if isinstance(error, SyntaxError):
             lines.append(error.lineno)
         where = f" (line {lines[-1]})" if lines else ""
-        raise ModelError(f"{what}: {type(error).__name__}: {one_line(error)}{where}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ModelError(f"{what}: {message}{where}") from error
 
 
 def file_of(spec: str) -> Path | None:
@@ -144,15 +146,9 @@ def file_of(spec: str) -> Path | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The question "did you mean ...?", or nothing where no known name is near."""
+    """The question "did you mean ...?", or an empty text if no known name is similar."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {matches[0]!r}?" if matches else ""
-
-
-def one_line(error: BaseException) -> str:
-    """The message of somebody else's error, without its line breaks and cut to a readable length."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= 300 else text[:300] + "..."
 
 
 def _load(file: Path) -> ModuleType:
@@ -181,16 +177,16 @@ def _lies_in(folder: Path, name: str) -> bool:
 def _import_torchvision() -> ModuleType:
     """Import torchvision, also where its compiled operators don't fit the installed torch.
 
-    A torchvision built for CUDA can't load its operators into a CPU torch, and then fails as a whole because
-    it describes them to torch. Models need none of them, so declaring the two it insists on is enough.
+    A torchvision built for CUDA can't load its operators into a CPU torch, and its import fails because it registers
+    them. Models need none of them, so it is enough to declare the two that it registers.
     """
     try:
         return importlib.import_module("torchvision")
     except ImportError as error:
-        raise MissingExtra(f"torchvision can't be imported ({one_line(error)}): {_VISION}") from error
+        raise MissingExtra(f"torchvision can't be imported ({reason(error)}): {_VISION}") from error
     except RuntimeError as error:
         if "torchvision::nms" not in str(error):
-            raise ModelError(f"torchvision can't be imported: {one_line(error)}") from error
+            raise ModelError(f"torchvision can't be imported: {reason(error)}") from error
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
     if not _operators:

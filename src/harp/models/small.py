@@ -1,7 +1,5 @@
 """Networks small enough to train robustly on a CPU."""
 
-import math
-
 from torch import Tensor, nn
 
 from harp.errors import ModelError
@@ -23,7 +21,21 @@ def resnet8(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> 
     return ResNet([scaled(channels, width) for channels in (16, 32, 64)], (1, 1, 1), num_classes, in_channels)
 
 
-class ConvNet(nn.Module):
+class SmallNet(nn.Module):
+    """Convolutional layers and two linear ones."""
+
+    def __init__(self, layers: list[nn.Module], inputs: int, hidden: int, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of a batch of images."""
+        logits: Tensor = self.classifier(self.features(x).flatten(1))
+        return logits
+
+
+class ConvNet(SmallNet):
     """`depth` 3x3 convolutions with batch norm, a pooling after every second one, and two linear layers.
 
     `width` is the channel count of the first convolution; the others have twice and the hidden linear layer
@@ -31,8 +43,7 @@ class ConvNet(nn.Module):
     """
 
     def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int | float, depth: int) -> None:
-        super().__init__()
-        first, others, hidden = _channels("convnet", width, (1, 2, 4))
+        first, others, hidden = (scaled(factor, width) for factor in (1, 2, 4))
         if type(depth) is not int or depth < 1:
             raise ModelError(f"convnet's depth is {depth!r}; it must be a whole number from 1 up")
         channels, height, breadth = shape
@@ -46,14 +57,7 @@ class ConvNet(nn.Module):
             if index % 2:
                 layers.append(nn.MaxPool2d(2))
             channels = out
-        self.features = nn.Sequential(*layers)
-        inputs = channels * (height // side) * (breadth // side)
-        self.classifier = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images."""
-        logits: Tensor = self.classifier(self.features(x).flatten(1))
-        return logits
+        super().__init__(layers, channels * (height // side) * (breadth // side), hidden, num_classes)
 
 
 def convnet(
@@ -63,38 +67,23 @@ def convnet(
     return ConvNet(num_classes, shape, width, depth)
 
 
-class TinyNet(nn.Module):
+class TinyNet(SmallNet):
     """Four 3x3 convolutions with batch norm, three of them with stride 2, and two linear layers.
 
-    Halving the image at once leaves a tenth of the work of a network that pools later, which is what lets a
-    laptop train it against an attack in seconds an epoch.
+    The image is halved at once, which leaves a tenth of the work of a network that pools later: a laptop trains it
+    against an attack in seconds an epoch.
     """
 
     def __init__(self, num_classes: int, shape: tuple[int, int, int], width: int | float) -> None:
-        super().__init__()
-        first, second, third, hidden = _channels("tinynet", width, (1, 2, 4, 8))
+        first, second, third, hidden = (scaled(factor, width) for factor in (1, 2, 4, 8))
         channels, height, breadth = shape
         layers: list[nn.Module] = []
         for out, stride in ((first, 2), (second, 2), (third, 1), (third, 2)):
             layers += [nn.Conv2d(channels, out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU()]
             channels, height, breadth = out, -(-height // stride), -(-breadth // stride)
-        self.features = nn.Sequential(*layers)
-        inputs = channels * height * breadth
-        self.classifier = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images."""
-        logits: Tensor = self.classifier(self.features(x).flatten(1))
-        return logits
+        super().__init__(layers, channels * height * breadth, hidden, num_classes)
 
 
 def tinynet(num_classes: int = 10, shape: tuple[int, int, int] = (1, 28, 28), width: int | float = 16) -> TinyNet:
     """The quickest network to train robustly on a CPU: conv16/2-conv32/2-conv64-conv64/2-fc128-fc."""
     return TinyNet(num_classes, shape, width)
-
-
-def _channels(name: str, width: int | float, factors: tuple[int, ...]) -> list[int]:
-    """The channel counts of a network whose `width` is the channels of its first convolution."""
-    if isinstance(width, bool) or not isinstance(width, (int, float)) or not 0 < width < math.inf:
-        raise ModelError(f"{name}'s width is {width!r}; it must be a number above 0: the first convolution's channels")
-    return [max(1, round(factor * width)) for factor in factors]

@@ -9,8 +9,6 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from harp.errors import CheckpointError
-
 _MARK = b"harp sha256 "
 _LENGTH = len(_MARK) + 64  # of the comment
 _NO_COMMENT = b"\0\0"  # the last bytes of an archive from torch: a comment of length 0
@@ -78,9 +76,3 @@ def intact(path: Path, *, from_disk: bool = False) -> bool | None:
             left -= len(block)
         digest.update(_NO_COMMENT)
         return comment == _MARK + digest.hexdigest().encode()
-
-
-def check(path: Path) -> None:
-    """Raise `CheckpointError` if a file does not match its digest."""
-    if intact(path) is False:
-        raise CheckpointError(f"{path} is damaged: it is not what was written, by the digest at its end")

@@ -59,6 +59,12 @@ def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
         _sync(target.parent)
 
 
+def write_bytes(path: StrPath, data: bytes | memoryview) -> None:
+    """Write bytes, atomically."""
+    with atomic(path, len(data)) as temporary, temporary.open("xb") as file:
+        file.write(data)
+
+
 def write_text(path: StrPath, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     # Undecodable bytes of a file name become escapes, from which JSON restores them exactly.
@@ -89,19 +95,12 @@ def remove(path: Path) -> None:
 def _prepare(target: Path, temporary: Path) -> None:
     """Create the folder and remove old temporary files; refuse targets that `os.replace` would silently replace."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if target.exists() and not target.is_file():
-        raise OSError(errno.EINVAL, "it is a device, not a file")
-    if target.exists() and not os.access(target, os.W_OK):
-        number = errno.EROFS if _read_only(target) else errno.EACCES
-        raise OSError(number, os.strerror(number))
+    if target.exists():
+        if not target.is_file() and not target.is_dir():
+            raise OSError(errno.EINVAL, "it is a device, not a file")
+        os.close(os.open(target, os.O_WRONLY))  # raises for a folder, or if it is read-only
     temporary.unlink(missing_ok=True)
     _remove_temporaries(target)
-
-
-def _read_only(path: Path) -> bool:
-    return hasattr(os, "statvfs") and bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
 def _disk_space(error: OSError, target: Path, size: int | None) -> str:
@@ -147,10 +146,8 @@ def _alive(pid: int) -> bool:
         return True  # on Windows every signal would end the process
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
@@ -163,12 +160,6 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_bytes(path: StrPath, data: bytes | memoryview) -> None:
-    """Write bytes, atomically."""
-    with atomic(path, len(data)) as temporary, temporary.open("xb") as file:
-        file.write(data)
 
 
 @contextlib.contextmanager
@@ -210,10 +201,8 @@ def _acquire(path: Path, waiting: Callable[[], None]) -> int:
 def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # other errors: a file system without locks
     return True
 
 
@@ -248,3 +237,8 @@ def reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def user_cache() -> Path:
+    """The folder for files that can be created again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harp"

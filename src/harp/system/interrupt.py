@@ -60,7 +60,7 @@ class Stop:
 
     def on_signals(self) -> AbstractContextManager[None]:
         """Handle signals inside this context."""
-        return handled(dict.fromkeys(heard(), self._handle))
+        return handled(dict.fromkeys(stop_signals(), self._handle))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -87,7 +87,7 @@ def handled(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], 
             signal.signal(number, handler)
 
 
-def heard() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """The signals that `Stop` handles: a SIGHUP that nohup ignores stays ignored."""
     return [number for number in SIGNALS if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN]
 

@@ -47,14 +47,14 @@ class Quiet:
         """Update the number of examples that are done; `text` describes the current work."""
 
     @contextmanager
-    def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:
+    def counting_runs(self, name: str, total: int, done: int = 0) -> Iterator[None]:
         """Show the progress of `total` runs, `done` of which were finished before."""
         yield
 
-    def works(self, running: Sequence[str]) -> None:
+    def active_runs(self, running: Sequence[str]) -> None:
         """Update the list of active runs."""
 
-    def worked(self, name: str, failure: str | None, running: Sequence[str]) -> None:
+    def run_finished(self, name: str, failure: str | None, running: Sequence[str]) -> None:
         """Update the display after a run finished or failed."""
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -114,22 +114,22 @@ class Terminal(Quiet):
             self._line(f"{done:.0f}/{total}{text and ', '}{text}")
 
     @contextmanager
-    def working(self, name: str, total: int, done: int = 0) -> Iterator[None]:
+    def counting_runs(self, name: str, total: int, done: int = 0) -> Iterator[None]:
         """Show a bar over runs."""
         self._name, self._total, self._done, self._finished = name, total, done, 0
         with self._bar(name, total, done):
             yield
 
-    def works(self, running: Sequence[str]) -> None:
+    def active_runs(self, running: Sequence[str]) -> None:
         """Show the names of the active runs beside the bar."""
         if self._progress:
             names = ", ".join(running[:3]) + ("" if len(running) <= 3 else f" and {len(running) - 3} more")
             self._progress.update(self._task, completed=self._done, numbers=f"{names}{self._remaining()}")
 
-    def worked(self, name: str, failure: str | None, running: Sequence[str]) -> None:
+    def run_finished(self, name: str, failure: str | None, running: Sequence[str]) -> None:
         """Move the bar; print a line if there is no terminal or if the run failed."""
         self._done, self._finished = self._done + 1, self._finished + 1
-        self.works(running)
+        self.active_runs(running)
         if failure is not None or not self.console.is_terminal:
             self.note(f"{self._name} {self._done}/{self._total}: {name}, {failure or 'done'}{self._remaining()}")
 

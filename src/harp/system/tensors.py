@@ -24,10 +24,11 @@ from torch import Tensor
 from harp.errors import CheckpointError
 from harp.system import digest
 from harp.system.files import StrPath, atomic, reason, write_bytes
-from harp.system.plain_state import plain_state, size_of
 
 # Keys under which training scripts save the weights, the most likely first.
-WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema")
+_WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema")
+# Exact types, because a subclass pickles as a class (numpy's float64 is a subclass of float).
+_PLAIN = (bool, int, float, str, type(None))
 
 
 def save_tensors(path: StrPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -72,10 +73,10 @@ def save_state(path: StrPath, state: dict[str, Any], before: Callable[[], None] 
     without unpickling objects. `before` is called after the verification, just before the new file becomes `path`.
     """
     try:
-        content = plain_state(state, "state")
+        content = _plain_state(state, "state")
     except (TypeError, RecursionError) as error:
         raise CheckpointError(f"can't write {path}: {one_line(error)}") from error
-    with atomic(path, size_of(content)) as temporary:
+    with atomic(path, _size_of(content)) as temporary:
         with temporary.open("xb") as file:
             sealed = digest.Sealed(file)
             try:
@@ -88,13 +89,48 @@ def save_state(path: StrPath, state: dict[str, Any], before: Callable[[], None] 
         before()
 
 
+def _plain_state(value: object, where: str) -> object:
+    """`value` in plain containers; a TypeError says where it is not plain.
+
+    A tensor that is a view of a larger one is copied, because the file would hold all of the larger one otherwise.
+    """
+    if isinstance(value, Tensor):
+        tensor = value.detach()
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise TypeError(f"{where} is not a dense tensor with values")
+        fills_storage = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        return tensor if fills_storage else tensor.clone()
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        for key in value:
+            if type(key) not in _PLAIN:
+                raise TypeError(f"{where} has the key {key!r}; keys are numbers or strings")
+        return {key: _plain_state(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        items = [_plain_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    raise TypeError(f"{where} is a {type(value).__name__}; only tensors, numbers, strings, lists and dicts are kept")
+
+
+def _size_of(value: object) -> int:
+    """The approximate size of a plain state in a file, in bytes."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() + 500  # for its name and position
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    return sum(map(_size_of, value)) if isinstance(value, (list, tuple)) else 20
+
+
 def load_state(path: StrPath) -> dict[str, Any]:
     """Read a state that `save_state` wrote; its tensors are on the CPU."""
     _first_bytes(path)
     try:
-        digest.check(Path(path))
+        damaged = digest.intact(Path(path)) is False
     except OSError as error:
         raise CheckpointError(f"can't read {path}: {one_line(error)}") from error
+    if damaged:
+        raise CheckpointError(f"{path} is damaged: it is not what was written, by the digest at its end")
     state = _read_torch(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not the state of a training")
@@ -141,7 +177,6 @@ def _read_safetensors(path: StrPath) -> tuple[dict[str, Tensor], dict[str, str]]
 
 def _read_torch(path: StrPath) -> object:
     """The content of a torch file that holds only tensors and plain values."""
-    _first_bytes(path)
     try:
         size = os.path.getsize(path)
         if zipfile.is_zipfile(path):
@@ -188,7 +223,7 @@ def _unwrapped(path: StrPath, content: object) -> dict[str, Tensor]:
     """The state dict inside the content of a checkpoint."""
     for _ in range(3):  # wrappers may be nested, as in {"state_dict": {"model": ...}}
         if isinstance(content, dict):
-            content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), content)
+            content = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not content:
         raise CheckpointError(f"{path} holds a {type(content).__name__} without tensors, not a model's weights")
     for name, value in content.items():

@@ -318,7 +318,9 @@ class _Training:
         """Raise an error if processes hold different weights or masks."""
         if self.fabric.world_size == 1:
             return
-        process = collectives.astray(self.fabric, (*self.model.parameters(), *self.pruner.masks().values()))
+        process = collectives.first_different_rank(
+            self.fabric, (*self.model.parameters(), *self.pruner.masks().values())
+        )
         if process is not None:
             raise ModelError(
                 f"after epoch {self.epoch + 1} process {process} holds other weights or masks than process 0: is the "

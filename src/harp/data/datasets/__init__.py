@@ -1,5 +1,3 @@
-"""Where data sets come from: one kind of source a file, all of them read into a `DataSet`."""
+"""Data sets by their kind: where the files are, how they are read, and whether they are the published ones."""
 
-__all__ = [
-    "base",
-]
+__all__ = ["base"]

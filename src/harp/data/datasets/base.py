@@ -1,7 +1,8 @@
-"""What the sources of data sets have in common."""
+"""What data sets have in common: a description of each, and the two kinds: arrays in memory, and image files."""
 
 import hashlib
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from harp.data.dataset import DataSet, Split
-from harp.data.formats import Array, Bytes, Centre, Extents, Integers, memory_size
+from harp.data.formats.bounded import Array, Bytes, Integers
+from harp.data.formats.byte_ranges import EncodedImages
+from harp.data.formats.images import Centre
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
 from harp.system.progress import Quiet
@@ -21,69 +24,66 @@ from harp.system.progress import Quiet
 logger = logging.getLogger("harp")
 
 _SHARE = 1 / 4  # of the machine's memory that decoded images may take
-_CHUNK = 256
+_CHUNK = 256  # images decoded at a time
 
 UNKNOWN = "no published checksum to compare with"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A data set as it was published: how many images, of which shape (channels, height, width) and classes."""
+    """A data set as it was published: numbers of images, their shape (channels, height, width) and classes."""
 
     train: int
     test: int
     shape: tuple[int, int, int]
     classes: int
-    hub: str | None = None  # what hubs of models call it
+    hub: str | None = None  # its name on model hubs
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The usual threat, lengths and crops on a data set; by default those of the paper."""
+    """The usual threat, lengths and crops on a data set; the defaults are those of the paper."""
 
     epsilon: str = "8/255"
     step: str = "2/255"
     epochs: tuple[int, int, int] = (100, 20, 100)  # pre-train, prune, fine-tune
-    pad: int = 4  # small images would lose what they show
+    pad: int = 4  # smaller for small images
 
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """A data set by name: what it is, which files have to be there, and how they are read from a folder."""
+    """A data set by name: a description, and the files that it needs."""
 
     name: str
     description: str
     files: str
-    facts: Facts | None = field(default=None, kw_only=True)  # None: only its files tell
+    facts: Facts | None = field(default=None, kw_only=True)  # None: known only from its files
     preset: Preset = field(default=Preset(), kw_only=True)
 
+
+class InMemory(Source):
+    """A data set of arrays."""
+
     @abstractmethod
-    def read(self, folder: Path, size: int | None) -> DataSet:
-        """Read the files in `folder`; only sources that resize look at `size`."""
+    def read(self, folder: Path) -> DataSet:
+        """Read the files in `folder`."""
 
 
-class Found(NamedTuple):
-    """Where the images of a data set are, their labels, and one line on where that is."""
+class Listing(NamedTuple):
+    """The places of the images of a data set, the classes, and one line about the origin."""
 
-    train: Extents
-    train_labels: Integers
-    test: Extents
-    test_labels: Integers
+    train: EncodedImages
+    test: EncodedImages
     classes: tuple[str, ...]
     source: str
 
 
-@dataclass(frozen=True)
 class Encoded(Source):
-    """A data set of image files: they may be decoded once and held in memory, or stay where they are."""
+    """A data set of image files, which are decoded once and kept in memory, or streamed."""
 
     @abstractmethod
-    def find(self, folder: Path, display: Quiet) -> Found:
-        """Where the images are, without opening one."""
-
-    def read(self, folder: Path, size: int | None) -> DataSet:
-        """In memory, or streamed where that would take too much of it."""
-        return self.open(folder, size)
+    def find(self, folder: Path, display: Quiet) -> Listing:
+        """The places of the images, without opening one."""
 
     def open(
         self,
@@ -94,70 +94,71 @@ class Encoded(Source):
         margin: float | None = None,
         display: Quiet | None = None,
     ) -> DataSet:
-        """Find the images and decode them, unless they are to be streamed."""
+        """Find the images, and decode them unless they are streamed."""
         display = display or Quiet()
         side = self.facts.shape[1] if size is None and self.facts is not None else size
         if side is None:
             raise DataError(f"{self.name}: no image size for {folder}, expected size= in pixels, such as 64")
-        look = Centre(side, 1.0 if margin is None else margin)
-        found = self.find(folder, display)
-        train, test = Streamed(found.train, look), Streamed(found.test, look)
-        needed, memory = train.numel() + test.numel(), memory_size()
-        if is_streamed(needed, stream, margin):
-            return self._made(found, train, test)
-        if memory is not None and needed > memory:
-            # Refused here: an allocation beyond the memory often succeeds, and kills the process later.
-            count, have = f"{len(train) + len(test):,} images at size {side}", f"less than {memory / 1e9:.1f} GB"
-            raise DataError(f"{folder}: {count} need {needed / 1e9:.1f} GB, expected {have}, or stream: true")
-        with display.counting(f"decode {self.name}", len(train) + len(test)):
-            tensors = _decoded(train, 0, len(test), display), _decoded(test, len(train), 0, display)
-        return self._made(found, *tensors)
-
-    def _made(self, found: Found, train: Tensor, test: Tensor) -> DataSet:
+        crop = Centre(side, 1.0 if margin is None else margin)
+        listing = self.find(folder, display)
+        images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]
+        count, needed = sum(map(len, images)), sum(part.numel() for part in images)
+        if not is_streamed(needed, stream, margin):
+            memory = _memory_size()
+            if memory is not None and needed > memory:
+                # An allocation beyond the memory often succeeds, and kills the process later.
+                wanted = f"{count:,} images at size {side} need {needed / 1e9:.1f} GB"
+                raise DataError(f"{folder}: {wanted}, expected less than {memory / 1e9:.1f} GB, or stream: true")
+            with display.counting(f"decode {self.name}", count):
+                images = [_decoded(images[0], 0, count, display), _decoded(images[1], len(images[0]), count, display)]
+        train, test = images
         return DataSet(
             name=self.name,
-            train=Split(train, torch.from_numpy(found.train_labels)),
-            test=Split(test, torch.from_numpy(found.test_labels)),
-            classes=found.classes,
-            balanced=False,
-            flip=True,
-            source=found.source,
-            verified=False,
+            train=Split(train, torch.from_numpy(listing.train.labels)),
+            test=Split(test, torch.from_numpy(listing.test.labels)),
+            classes=listing.classes,
+            source=listing.source,
         )
 
 
 def is_streamed(needed: int, stream: bool | None, margin: float | None) -> bool:
-    """Whether image files that take so many bytes when they are decoded stay where they are.
+    """Whether images that take `needed` bytes when decoded stay in their files.
 
-    They do by `stream`, by a `margin` (stored pictures are needed, to crop them anew each time), or if they would take
-    more than a quarter of the machine's memory.
+    They do if `stream` says so, with a `margin` (because stored images are cropped differently each time), or if they
+    would take more than a quarter of the machine's memory.
     """
-    memory = memory_size()
+    memory = _memory_size()
     large = memory is not None and needed > memory * _SHARE
     return margin is not None or bool(stream) or (stream is None and large)
 
 
-def _decoded(images: Streamed, before: int, after: int, display: Quiet) -> Tensor:
-    """All images in memory."""
-    whole = torch.empty(images.shape, dtype=torch.uint8)
+def _memory_size() -> int | None:
+    """The machine's memory in bytes, where the system reports it."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _decoded(images: Tensor, before: int, total: int, display: Quiet) -> Tensor:
+    """All images in memory; `before` of `total` images were decoded before."""
+    decoded = torch.empty(images.shape, dtype=torch.uint8)
     for start in range(0, len(images), _CHUNK):
-        whole[start : start + _CHUNK] = images[start : start + _CHUNK]
-        display.count(before + min(start + _CHUNK, len(images)), before + len(images) + after)
-    return whole
+        decoded[start : start + _CHUNK] = images[start : start + _CHUNK]
+        display.count(before + min(start + _CHUNK, len(images)), total)
+    return decoded
 
 
-@dataclass(frozen=True)
-class Checked:
+class Part(NamedTuple):
     """The arrays of one file, and whether they are the published ones (None: no checksum is known)."""
 
     name: str
     images: Bytes
     labels: Integers
-    agrees: bool | None
+    verified: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Published(Source):
+class Published(InMemory):
     """A data set that was published as files, which the user has downloaded."""
 
     classes: tuple[str, ...]
@@ -165,44 +166,39 @@ class Published(Source):
     flip: bool = True
 
     def places(self, folder: Path) -> tuple[Path, Path]:
-        """A folder of the data set's own name comes first: MNIST and Fashion-MNIST use the same file names."""
+        """A folder with the name of the data set comes first: MNIST and Fashion-MNIST use the same file names."""
         return folder / self.name, folder
 
     def missing(self, file: str, folder: Path) -> DataError:
-        """The error for a file that is not there: it says what to download."""
+        """The error for a missing file, which says what to download."""
         return DataError(f"{self.name}: no {file} in {folder}, expected {self.files}")
 
-    def assemble(self, train: Sequence[Checked], test: Checked, origin: Path) -> DataSet:
-        """Join the files, and say whether they are what was published."""
-        unlike = [file.name for file in (*train, test) if file.agrees is False]
-        verified = all(file.agrees for file in (*train, test))
-        if verified:
-            verdict = "checksums agree"
-        elif unlike:
-            verdict = f"not the published contents: {', '.join(unlike)}"
-            logger.warning("%s from %s: %s", self.name, origin, verdict)
-        else:
-            verdict = UNKNOWN
+    def assemble(self, train: Sequence[Part], test: Part, origin: Path) -> DataSet:
+        """Join the files, and say whether they are the published ones."""
+        different = [part.name for part in (*train, test) if part.verified is False]
+        verified = all(part.verified for part in (*train, test))
+        result = "checksums agree" if verified else UNKNOWN
+        if different:
+            result = f"not the published contents: {', '.join(different)}"
+            logger.warning("%s from %s: %s", self.name, origin, result)
+        images, labels = (np.concatenate(arrays) for arrays in zip(*(part[1:3] for part in train), strict=True))
         return DataSet(
             name=self.name,
-            train=split_of(np.concatenate([f.images for f in train]), np.concatenate([f.labels for f in train])),
+            train=split_of(images, labels),
             test=split_of(np.array(test.images), np.array(test.labels)),
             classes=self.classes,
             balanced=self.balanced,
             flip=self.flip,
-            source=f"{origin}; {verdict}",
+            source=f"{origin}; {result}",
             verified=verified,
         )
 
 
-def split_of(images: Array, labels: Integers) -> Split:
+def split_of(images: Array, labels: Array) -> Split:
     """A split that shares the memory of two arrays."""
     return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def md5(*parts: bytes | memoryview) -> str:
-    """The checksum by which data sets were published."""
-    digest = hashlib.md5(usedforsecurity=False)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def md5(data: bytes | memoryview) -> str:
+    """The kind of checksum that data sets were published with."""
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()

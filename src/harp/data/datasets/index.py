@@ -1,6 +1,6 @@
-"""An index of archives: where their images are, kept in a file so that headers are read once.
+"""An index of the images in archives, kept in a file so that the archives are scanned only once.
 
-FOLDER/.harp-index-<hash>.npz     or, where that can't be written, the same in the user's cache folder
+FOLDER/.harp-index-<hash>.npz     or, where that can't be written, a file in the user's cache folder
 """
 
 import hashlib
@@ -8,118 +8,93 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from harp.data.formats import Extents, Integers, Names
-from harp.errors import CheckpointError
+from harp.data.formats.bounded import Array, Integers
+from harp.data.formats.byte_ranges import EncodedImages, Names
+from harp.data.formats.npz import read_npz
+from harp.errors import CheckpointError, DataError
 from harp.system import files
 
 logger = logging.getLogger("harp")
 
 _VERSION = 1
+_COLUMNS = ("held", "offsets", "sizes", "labels")
 
 
-@dataclass(frozen=True, eq=False)
-class Index:
-    """The images of some archives: names, which archive, where in it, how many bytes, and their labels."""
+class Entry(NamedTuple):
+    """An image in an archive: its name, the number of the archive, its position and size there, and its label."""
 
-    names: Names
-    held: Integers
-    offsets: Integers
-    sizes: Integers
-    labels: Integers
-
-    def extents(self, archives: Sequence[Path]) -> Extents:
-        """Where the images are."""
-        root = str(archives[0].parent)
-        return Extents(root, self.names, self.sizes, tuple(path.name for path in archives), self.held, self.offsets)
+    name: str
+    archive: int
+    offset: int
+    size: int
+    label: int
 
 
-class Entries:
-    """Collects the entries of an index."""
+def indexed(archives: Sequence[Path], scan: Callable[[], Iterable[Entry]]) -> EncodedImages:
+    """The images in the archives of one folder.
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.rows: list[tuple[int, int, int, int]] = []
+    From the index file if it was made of these very archives; otherwise by `scan`, which is then kept.
+    """
+    stats = [(path.name, path.stat()) for path in archives]
+    stamp = json.dumps([_VERSION, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
+    sizes = np.array([stat.st_size for _, stat in stats], np.int64)
+    folder, names = archives[0].parent, tuple(path.name for path in archives)
+    name = f"index-{_hash(json.dumps(names).encode())}.npz"
+    paths = folder / f".harp-{name}", files.user_cache() / _hash(os.fsencode(folder.resolve())) / name
+    arrays = next((kept for path in paths if (kept := _read(path, stamp, sizes)) is not None), None)
+    if arrays is None:
+        arrays = _arrays(scan())
+        _write(paths, {"stamp": np.frombuffer(stamp.encode(), np.uint8), **arrays})
+    packed, labels = Names(arrays["letters"], arrays["ends"]), np.array(arrays["labels"])
+    return EncodedImages(str(folder), packed, arrays["sizes"], labels, names, arrays["held"], arrays["offsets"])
 
-    def add(self, name: str, archive: int, offset: int, size: int, label: int) -> None:
-        """One image."""
-        self.names.append(name)
-        self.rows.append((archive, offset, size, label))
 
-    def index(self) -> Index:
-        """All of them."""
-        table = np.array(self.rows, np.int64).reshape(-1, 4)
-        held, offsets, sizes, labels = (np.ascontiguousarray(column) for column in table.T)
-        return Index(Names.of(self.names), held, offsets, sizes, labels)
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def indexed(archives: Sequence[Path], build: Callable[[], Index]) -> Index:
-    """The index of archives in one folder, from its file if that is newer than every archive, else built and kept."""
-    stats = [path.stat() for path in archives]
-    stamp = json.dumps([_VERSION, *([p.name, s.st_size, s.st_mtime_ns] for p, s in zip(archives, stats, strict=True))])
-    digest = hashlib.blake2b(json.dumps([path.name for path in archives]).encode(), digest_size=8).hexdigest()
-    name = f"index-{digest}.npz"
-    where = hashlib.blake2b(os.fsencode(archives[0].parent.resolve()), digest_size=8).hexdigest()
-    places = archives[0].parent / f".harp-{name}", user_cache() / where / name
-    sizes = np.array([stat.st_size for stat in stats], np.int64)
-    for place in places:
-        if (known := _read(place, stamp, sizes)) is not None:
-            return known
-    made = build()
-    for place in places:
+def _arrays(entries: Iterable[Entry]) -> dict[str, Array]:
+    rows = list(entries)
+    names = Names.of(entry.name for entry in rows)
+    table = np.array([entry[1:] for entry in rows], np.int64).reshape(-1, len(_COLUMNS))
+    columns = {key: np.ascontiguousarray(column) for key, column in zip(_COLUMNS, table.T, strict=True)}
+    return {"letters": names.letters, "ends": names.ends, **columns}
+
+
+def _write(paths: Sequence[Path], arrays: dict[str, Array]) -> None:
+    """Write to the first path that can be written."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # the stub takes the names for its option
+    for path in paths:
         try:
-            files.write_bytes(place, _bytes(made, stamp))
-            break
+            files.write_bytes(path, buffer.getvalue())
+            return
         except CheckpointError as error:
             logger.debug("no index kept: %s", error)
-    return made
 
 
-def user_cache() -> Path:
-    """The folder for what can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "harp"
-
-
-def _bytes(index: Index, stamp: str) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        stamp=np.frombuffer(stamp.encode(), np.uint8),
-        letters=index.names.letters,
-        ends=index.names.ends,
-        held=index.held,
-        offsets=index.offsets,
-        sizes=index.sizes,
-        labels=index.labels,
-    )
-    return buffer.getvalue()
-
-
-def _read(path: Path, stamp: str, archive_sizes: Integers) -> Index | None:
-    """The index in a file, if it is one of these very archives."""
+def _read(path: Path, stamp: str, archive_sizes: Integers) -> dict[str, Array] | None:
+    """The arrays of an index file, if they are consistent and belong to these archives."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            if arrays["stamp"].tobytes().decode() != stamp:
-                return None
-            letters, ends = arrays["letters"], arrays["ends"]
-            held, offsets, sizes, labels = (arrays[key] for key in ("held", "offsets", "sizes", "labels"))
-            whole = len(ends) == 0 or (ends[-1] == len(letters) and np.all(np.diff(ends, prepend=0) >= 0))
-            fits = all(
-                array.shape == ends.shape and array.dtype == np.int64 for array in (held, offsets, sizes, labels)
-            )
-            if not whole or not fits or np.any((held < 0) | (held >= len(archive_sizes))):
-                return None
-            if np.any((offsets < 0) | (sizes < 0) | (offsets + sizes > archive_sizes[held])):
-                return None
-            return Index(Names(letters, ends), held, offsets, sizes, labels)
-    except FileNotFoundError:
+        arrays = read_npz(path, ("stamp", "letters", "ends", *_COLUMNS))
+    except DataError as error:
+        logger.debug("no index: %s", error)
         return None
-    except Exception as error:  # damaged in whatever way: it is made anew
-        logger.debug("index %s can't be read: %s", path, error)
-        return None
+    ends, letters = arrays["ends"], arrays["letters"]
+    held, offsets, sizes = (arrays[key] for key in _COLUMNS[:3])
+    valid = (
+        arrays["stamp"].tobytes() == stamp.encode()
+        and letters.dtype == np.uint8
+        and all(arrays[key].shape == (len(ends),) and arrays[key].dtype == np.int64 for key in ("ends", *_COLUMNS))
+        and (not len(ends) or ends[-1] == len(letters))
+        and bool(np.all(np.diff(ends, prepend=0) >= 0))
+        and bool(np.all((held >= 0) & (held < len(archive_sizes)) & (offsets >= 0) & (sizes >= 0)))
+        and bool(np.all(offsets + sizes <= archive_sizes[held]))
+    )
+    return arrays if valid else None

@@ -1,16 +1,47 @@
 """MNIST and Fashion-MNIST: four idx files."""
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from harp.data import formats
 from harp.data.dataset import DataSet
-from harp.data.datasets.base import Checked, Published, md5
-from harp.data.formats import Bytes
+from harp.data.datasets.base import Part, Published, md5
+from harp.data.formats.bounded import LARGEST, Bytes, File, inflate, read_file
 from harp.errors import DataError
+
+_TYPE = b"\0\0\x08"  # the first bytes of an idx file of unsigned bytes
+
+
+def read_idx(file: File) -> Bytes:
+    """Read an idx file of unsigned bytes, gzipped or not, as an array of the shape in its header."""
+    name, data = read_file(file, "an idx file (the -ubyte or -ubyte.gz of MNIST)")
+    gzipped = data[:2] == b"\x1f\x8b"
+    shape = _shape(name, inflate(name, data, 4 + 4 * 255, wbits=31) if gzipped else data)
+    start = 4 + 4 * len(shape)
+    total = start + math.prod(shape)
+    if total > LARGEST:
+        raise DataError(f"{name}: the header claims {total:,} bytes, expected at most {LARGEST:,}")
+    if gzipped:
+        # One byte more than claimed, so that the end of the stream and its checksum are reached.
+        data = inflate(name, data, total + 1, wbits=31)
+    if len(data) != total:
+        size = f"more than {total:,}" if gzipped and len(data) > total else f"{len(data):,}"
+        claim = "x".join(map(str, shape))
+        raise DataError(f"{name}: {size} bytes, expected {total:,} for the {claim} values of the header")
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+
+
+def _shape(name: str, header: bytes) -> tuple[int, ...]:
+    """The shape in an idx header: the type, the number of dimensions, big-endian sizes."""
+    if len(header) < 4 or header[:3] != _TYPE or not 1 <= header[3] <= 4:
+        raise DataError(f"{name}: starts with {header[:4].hex() or 'nothing'}, expected 000008 and 01 to 04 (idx)")
+    rank = header[3]
+    if len(header) < 4 + 4 * rank:
+        raise DataError(f"{name}: {len(header)} bytes, expected a header of {4 + 4 * rank}")
+    return struct.unpack_from(f">{rank}I", header, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,32 +50,29 @@ class Mnist(Published):
 
     digests: dict[str, str]
 
-    def read(self, folder: Path, size: int | None) -> DataSet:
-        """Read the four files from the first place that has any of the images."""
+    def read(self, folder: Path) -> DataSet:
+        """Read the four files from the first folder that has any of the images."""
         first = next(iter(self.digests))
         place = next((place for place in self.places(folder) if any(place.glob(f"{first}*"))), folder)
-        files = {file: self._file(place, file) for file in self.digests}
-        train, test = (_pair(place, part, files) for part in ("train", "t10k"))
+        train, test = (self._part(place, part) for part in ("train", "t10k"))
         return self.assemble([train], test, place)
+
+    def _part(self, place: Path, part: str) -> Part:
+        names = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
+        (images, images_verified), (labels, labels_verified) = (self._file(place, name) for name in names)
+        if images.ndim != 3 or labels.shape != images.shape[:1]:
+            shapes = f"{images.shape} images with {labels.shape} labels"
+            raise DataError(f"{place / names[0]}: {shapes}, expected (N, 28, 28) and (N,)")
+        return Part(part, images[:, None], labels.astype(np.int64), images_verified and labels_verified)
 
     def _file(self, place: Path, file: str) -> tuple[Bytes, bool]:
         """The array in a file, and whether it is the published one."""
-        paths = [path for path in (place / f"{file}.gz", place / file) if path.is_file()]
-        if not paths:
+        path = next((path for path in (place / f"{file}.gz", place / file) if path.is_file()), None)
+        if path is None:
             raise self.missing(f"{file}.gz", place)
-        array = formats.read_idx(paths[0])
-        header = b"\0\0\x08" + struct.pack(f">B{array.ndim}I", array.ndim, *array.shape)
-        return array, md5(header, array.data) == self.digests[file]
-
-
-def _pair(place: Path, part: str, files: dict[str, tuple[Bytes, bool]]) -> Checked:
-    """The images and labels of one split, which are two files."""
-    names = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
-    (images, images_agree), (labels, labels_agree) = (files[name] for name in names)
-    if images.ndim != 3 or labels.shape != images.shape[:1]:
-        shapes = f"{images.shape} images with {labels.shape} labels"
-        raise DataError(f"{place / names[0]}: {shapes}, expected (N, 28, 28) and (N,)")
-    return Checked(part, images[:, None], labels.astype(np.int64), images_agree and labels_agree)
+        array = read_idx(path)
+        header = _TYPE + struct.pack(f">B{array.ndim}I", array.ndim, *array.shape)
+        return array, md5(header + array.tobytes()) == self.digests[file]
 
 
 MNIST_MD5 = {
@@ -60,8 +88,4 @@ FASHION_MD5 = {
     "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
 }
 DIGITS = tuple(str(digit) for digit in range(10))
-# fmt: off
-GARMENTS = (
-    "t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
-)
-# fmt: on
+GARMENTS = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")

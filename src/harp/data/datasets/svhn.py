@@ -1,13 +1,13 @@
 """SVHN: two MATLAB files."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from harp.data import formats
 from harp.data.dataset import DataSet
-from harp.data.datasets.base import Checked, Published, md5
+from harp.data.datasets.base import Part, Published, md5
+from harp.data.formats.bounded import read_file
+from harp.data.formats.matlab import read_mat5
 from harp.errors import DataError
 
 _MD5 = {
@@ -16,22 +16,21 @@ _MD5 = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class Svhn(Published):
     """The cropped digits of SVHN."""
 
-    def read(self, folder: Path, size: int | None) -> DataSet:
-        """Read both files from the first place that has the training file."""
+    def read(self, folder: Path) -> DataSet:
+        """Read both files from the first folder that has the training file."""
         place = next((place for place in self.places(folder) if (place / "train_32x32.mat").is_file()), folder)
         train, test = (self._file(place / file) for file in _MD5)
         return self.assemble([train], test, place)
 
-    def _file(self, path: Path) -> Checked:
+    def _file(self, path: Path) -> Part:
         """X is 32x32x3xN and y calls the digit 0 a 10."""
         if not path.exists():
             raise self.missing(path.name, path.parent)
-        payload = formats.read_file(path, "a MATLAB v5 file")
-        variables = formats.read_mat5(payload)
+        payload = read_file(path, "a MATLAB v5 file")
+        variables = read_mat5(payload)
         images, labels = variables.get("X"), variables.get("y")
         if images is None or labels is None:
             raise DataError(f"{path}: variables {', '.join(variables) or 'none'}, expected X and y")
@@ -43,4 +42,4 @@ class Svhn(Published):
             raise DataError(f"{path}: label {wrong[0]} in y, expected 1 to 10")
         agrees = md5(payload.data) == _MD5[path.name]
         planes = np.ascontiguousarray(images.transpose(3, 2, 0, 1))
-        return Checked(path.name, planes, labels.reshape(-1).astype(np.int64) % 10, agrees)
+        return Part(path.name, planes, labels.reshape(-1).astype(np.int64) % 10, agrees)

@@ -1,4 +1,4 @@
-"""What every reader stands on: whole files, and compressed data, of bounded size."""
+"""Whole files and compressed data of bounded size."""
 
 import zlib
 from pathlib import Path
@@ -14,14 +14,14 @@ Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 
 LARGEST = 1 << 30
-"""Bytes of the largest file and of the largest array inside a file: four times the largest published one."""
+"""The largest file, and the largest array inside a file, in bytes: four times the largest published one."""
 
 DEFLATE_RATIO = 1032
-"""What deflate can compress at most: an array that claims more than this is not in the file."""
+"""The highest compression of deflate: an array that claims to be larger is not in the file."""
 
 
 class Payload(NamedTuple):
-    """A file that is already in memory, such as the member of an archive: readers take it like a path."""
+    """A file in memory, such as a member of an archive; readers accept it in place of a path."""
 
     name: str
     data: bytes
@@ -31,7 +31,7 @@ File = str | Path | Payload
 
 
 def read_file(file: File, expected: str) -> Payload:
-    """Read a whole regular file of at most `LARGEST` bytes; errors say it should have been `expected`."""
+    """Read a whole regular file of at most `LARGEST` bytes; an error says that it should be `expected`."""
     if isinstance(file, Payload):
         return file
     path = Path(file)
@@ -48,12 +48,12 @@ def read_file(file: File, expected: str) -> Payload:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign error, or its type if it says nothing."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of an error of another library, or its type if it has no message."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def inflate(name: str, data: bytes | memoryview, limit: int, wbits: int = zlib.MAX_WBITS) -> bytes:
-    """At most `limit` decompressed bytes; the buffer grows with the data, never by what a header claims."""
+    """At most `limit` decompressed bytes; the buffer grows with the data, whatever a header claims."""
     try:
         stream = zlib.decompressobj(wbits)
         inflated = stream.decompress(data, limit)

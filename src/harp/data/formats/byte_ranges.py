@@ -1,8 +1,8 @@
-"""Encoded images where they lie: each is a range of bytes of some file, and nothing is read before it is asked for."""
+"""Encoded images in their files: each one is a range of bytes, which is read only when it is needed."""
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from harp.errors import DataError
 
 
 class Place(NamedTuple):
-    """Where one image is: its name for people, and the bytes of a file. A size of -1 is all of the file."""
+    """The place of one image: its name in messages, and a range of bytes in a file. Size -1 is the whole file."""
 
     name: str
     path: str
@@ -23,16 +23,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """Many short texts in two arrays: a million Python strings would take ten times the memory."""
+    """Many short texts in two arrays: a million Python strings would take much more memory."""
 
     letters: Bytes
     ends: Integers
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "Names":
-        """Pack texts; what is no UTF-8 in a file's name comes back as it was."""
+        """Pack texts; file names that are not UTF-8 are restored exactly."""
         encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
-        ends = np.cumsum([len(each) for each in encoded], dtype=np.int64)
+        ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
 
     def __len__(self) -> int:
@@ -44,48 +44,35 @@ class Names:
 
 
 @dataclass(frozen=True, eq=False)
-class Extents:
-    """So many encoded images below a folder: whole files, or members of archives by their offsets.
+class EncodedImages:
+    """The places and labels of many encoded images below a folder: whole files, or members of archives."""
 
-    Arguments:
-        root: the folder that names and archives are relative to.
-        names: of the images; of whole files they are the paths.
-        sizes: in bytes.
-        archives: the files that hold the images, if they are members; `held` is the archive of each image and
-            `offsets` where in it the image begins.
-    """
-
-    root: str
-    names: Names
-    sizes: Integers
+    root: str  # the folder that names and archives are relative to
+    names: Names  # for whole files these are the paths
+    sizes: Integers  # in bytes
+    labels: Integers
     archives: tuple[str, ...] = ()
-    held: Integers | None = None
-    offsets: Integers | None = None
+    archive_index: Integers | None = None  # for members: the number of the archive of each image
+    offsets: Integers | None = None  # for members: the position of each image in its archive
 
     def __len__(self) -> int:
         return len(self.names)
 
     def place(self, row: int) -> Place:
-        """Where an image is."""
+        """The place of one image."""
         name = self.names[row]
-        if self.held is None or self.offsets is None:
+        if self.archive_index is None or self.offsets is None:
             return Place(os.path.join(self.root, name), os.path.join(self.root, name))
-        archive = self.archives[int(self.held[row])]
-        path = os.path.join(self.root, archive)
+        path = os.path.join(self.root, self.archives[int(self.archive_index[row])])
         return Place(f"{path}/{name}", path, int(self.offsets[row]), int(self.sizes[row]))
 
     def digest(self) -> str:
         """A digest of all names and sizes, without reading an image."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for array in (self.names.letters, self.names.ends, self.sizes):
-            found.update(f"{array.dtype} {array.shape};".encode())
-            found.update(np.ascontiguousarray(array).data)
-        return found.hexdigest()
-
-
-def whole_files(root: str, names: Sequence[str], sizes: Sequence[int]) -> Extents:
-    """Images that are files of their own, by paths relative to a folder."""
-    return Extents(root, Names.of(names), np.array(sizes, np.int64))
+            digest.update(f"{array.dtype} {array.shape};".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
 
 def read_place(place: Place) -> bytes:

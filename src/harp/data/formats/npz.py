@@ -12,23 +12,24 @@ from harp.errors import DataError
 
 
 def read_npz(file: File, keys: Sequence[str]) -> dict[str, Array]:
-    """Read the named arrays of numbers of an .npz file; pickled objects inside are refused."""
+    """Read the named arrays of numbers of an .npz file; pickled objects are refused."""
     name, data = read_file(file, "an .npz file")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            held = [member.removesuffix(".npy") for member in archive.namelist()]
+            present = [member.removesuffix(".npy") for member in archive.namelist()]
             for key in keys:
-                if key not in held:
-                    raise DataError(f"{name}: no array {key} among {', '.join(held)[:200] or 'none'}, expected {keys}")
+                if key not in present:
+                    names = ", ".join(present)[:200] or "none"
+                    raise DataError(f"{name}: no array {key} among {names}, expected {keys}")
             return {key: _array(f"{name}/{key}", archive, f"{key}.npy") for key in keys}
     except DataError:
         raise
     except Exception as error:  # zipfile and numpy's header parser raise nearly anything on damaged bytes
-        raise DataError(f"{name}: damaged ({first_line(error)[:200]}), expected an .npz file of numpy") from error
+        raise DataError(f"{name}: damaged ({first_line(error)}), expected an .npz file of numpy") from error
 
 
 def _array(name: str, archive: zipfile.ZipFile, member: str) -> Array:
-    """One array: its header is read first, and must agree with the size of the member."""
+    """One array, whose header must agree with the size of the member."""
     info = archive.getinfo(member)
     if info.file_size > min(LARGEST, DEFLATE_RATIO * info.compress_size + 64):
         raise DataError(f"{name}: claims {info.file_size:,} bytes, expected at most {LARGEST:,}, and real ones")

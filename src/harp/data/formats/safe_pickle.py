@@ -1,7 +1,7 @@
 """Pickles of plain containers and integer arrays, read without calling anything that they name.
 
-A pickle is a program. The few functions that numpy's own pickles name get harmless stand-ins here, and a pickle that
-names any other function is refused.
+A pickle is a program. The few functions that numpy's own pickles name are replaced by harmless ones here, and a pickle
+that names any other function is refused.
 """
 
 import io
@@ -17,22 +17,21 @@ from harp.errors import DataError
 
 
 def unpickle(payload: Payload, expected: str) -> object:
-    """What the pickle holds, with a `PickledArray` for every array; errors say it should have been `expected`."""
+    """The contents of a pickle, with a `PickledArray` for every array; an error says that it should be `expected`."""
     name, data = payload
     try:
         for opcode, argument, _ in pickletools.genops(data):
             # The memo is a table that grows to the index it is given: one short opcode could ask for 64 GB.
             if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(data):
                 raise DataError(f"memo index {argument}, expected at most {len(data):,}")
-        # The scan also proved that all lengths in the pickle are real: loading allocates no more.
+        # The scan has also proved that all lengths in the pickle are real: loading allocates no more.
         return _RestrictedUnpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = first_line(error)[:200]
-        raise DataError(f"{name}: {len(data):,} bytes, expected {expected} ({reason})") from error
+        raise DataError(f"{name}: {len(data):,} bytes, expected {expected} ({first_line(error)})") from error
 
 
 def as_text(value: object) -> str:
-    """Python 2 pickled its str as bytes: both are text here."""
+    """Text from str or bytes: Python 2 pickled its str as bytes."""
     if isinstance(value, bytes):
         return value.decode("latin-1")
     if isinstance(value, str):
@@ -40,10 +39,10 @@ def as_text(value: object) -> str:
     raise pickle.UnpicklingError(f"{type(value).__name__} where a pickle of numpy has text")
 
 
-class _Global:
-    """What a pickle gets when it names a function of the allow-list: our stand-in, which can't be altered.
+class _Function:
+    """A function that a pickle may call, and can't alter.
 
-    No dataclass: up to Python 3.11.2 a frozen one with slots gets a `__setstate__` that replaces ours, and alters it.
+    Not a dataclass: up to Python 3.11.2 a frozen one with slots gets a `__setstate__` that replaces ours.
     """
 
     __slots__ = ("_call",)
@@ -59,7 +58,7 @@ class _Global:
 
 
 class _PickledType:
-    """Stands for the numpy dtype of a pickled array: a code such as u1 and its byte order."""
+    """The numpy dtype of a pickled array: a code such as u1, and a byte order."""
 
     def __init__(self, code: object, *rest: object) -> None:
         self.code = as_text(code)
@@ -72,7 +71,7 @@ class _PickledType:
 
 
 class PickledArray:
-    """Stands for a pickled numpy array: keeps the parts, and makes an array only when they fit together."""
+    """The parts of a pickled numpy array; `array` builds it if they fit together."""
 
     def __init__(self, *parts: object) -> None:
         self.parts = parts
@@ -84,7 +83,7 @@ class PickledArray:
         self.parts = (raw, kind, shape, "F" if fortran else "C")
 
     def array(self) -> Array:
-        """Build the array, if it is one of integers and its bytes are as many as its shape says."""
+        """The array, if it has integers and as many bytes as its shape says; otherwise `ValueError`."""
         if len(self.parts) != 4:
             raise ValueError("an array without contents")
         raw, kind, shape, order = self.parts
@@ -101,36 +100,31 @@ class PickledArray:
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
-    """How protocols 0 to 2 of python 3 write bytes."""
+    """Bytes, as protocols 0 to 2 of Python 3 write them."""
     if as_text(encoding) != "latin1":
         raise pickle.UnpicklingError("bytes in an encoding that pickle doesn't write")
     return as_text(text).encode("latin-1")
 
 
-def _empty_bytes() -> bytes:
-    """How protocols 0 to 2 of python 3 write no bytes; with an argument it would be a way to allocate."""
-    return b""
-
-
-_NEW_ARRAY = _Global(lambda *_: PickledArray())
+_NEW_ARRAY = _Function(lambda *_: PickledArray())
+# How protocols 0 to 2 of Python 3 write empty bytes. It takes no argument: bytes(n) would allocate n bytes.
+_EMPTY_BYTES = _Function(lambda: b"")
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _NEW_ARRAY,
     ("numpy._core.multiarray", "_reconstruct"): _NEW_ARRAY,
-    ("numpy.core.numeric", "_frombuffer"): _Global(PickledArray),
-    ("numpy._core.numeric", "_frombuffer"): _Global(PickledArray),
+    ("numpy.core.numeric", "_frombuffer"): _Function(PickledArray),
+    ("numpy._core.numeric", "_frombuffer"): _Function(PickledArray),
     ("numpy", "ndarray"): _NEW_ARRAY,
-    ("numpy", "dtype"): _Global(_PickledType),
-    ("_codecs", "encode"): _Global(_encoded),
-    ("__builtin__", "bytes"): _Global(_empty_bytes),
-    ("builtins", "bytes"): _Global(_empty_bytes),
+    ("numpy", "dtype"): _Function(_PickledType),
+    ("_codecs", "encode"): _Function(_encoded),
+    ("__builtin__", "bytes"): _EMPTY_BYTES,
+    ("builtins", "bytes"): _EMPTY_BYTES,
 }
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """Unpickles plain containers and integer arrays; any other name in a pickle is refused, not imported."""
-
     def find_class(self, module: str, name: str) -> object:
-        """Look a name up in the allow-list only."""
+        """Look a name up in the allow-list; nothing is imported."""
         if (module, name) not in _ALLOWED:
             raise DataError(f"the pickle asks for {module}.{name}, expected only arrays, lists, dicts and text")
         return _ALLOWED[module, name]

@@ -1,18 +1,45 @@
-"""Tar archives, read in place: where their members are, by one pass over the headers."""
+"""Tar archives: members of a .tar.gz, and where the members of an uncompressed archive are."""
 
-import io
+import gzip
 import os
 import tarfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from harp.data.formats.bounded import LARGEST, first_line
+from harp.data.formats.bounded import LARGEST, Payload, first_line
 from harp.errors import DataError
 
 
+def read_archive(path: Path, members: Collection[str]) -> dict[str, Payload]:
+    """Read the named members of a .tar.gz archive in one pass, without writing anything to the disk."""
+    contents: dict[str, Payload] = {}
+    try:
+        # "r|" reads strictly forward: a damaged offset can't send it back and forth.
+        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                if member.size > LARGEST or stream.tell() > LARGEST:
+                    raise DataError(f"{path}: member of {member.size:,} bytes, expected {LARGEST:,} in all")
+                name = member.name.removeprefix("./")
+                file = archive.extractfile(member) if member.isreg() and name in members else None
+                if file is not None:
+                    contents[name] = Payload(f"{path}/{name}", file.read())
+            # Read to the end, where gzip has the checksum of everything.
+            while stream.tell() <= LARGEST and stream.read(1 << 20):
+                pass
+    except DataError:
+        raise
+    except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, MemoryError) as error:
+        reason = first_line(error)
+        raise DataError(f"{path}: damaged or truncated archive ({reason}), expected a .tar.gz") from error
+    if missing := ", ".join(name for name in members if name not in contents):
+        raise DataError(f"{path}: no {missing} in the archive, expected the published archive, complete")
+    return contents
+
+
 class Member(NamedTuple):
-    """A file in an archive: its name, where its bytes begin, and how many they are."""
+    """A file in an archive: its name, the position of its first byte, and its size."""
 
     name: str
     offset: int
@@ -20,71 +47,44 @@ class Member(NamedTuple):
 
 
 class TarIndex:
-    """The members of an uncompressed archive, or of an archive that is itself a member."""
+    """The members of an uncompressed archive, or of an archive that is itself a member (`inside`)."""
 
-    def __init__(self, path: str | Path, inside: Member | None = None) -> None:
-        self.path = Path(path)
-        self.inside = inside
+    def __init__(self, path: Path, inside: Member | None = None) -> None:
+        self.path, self.inside = path, inside
         self.name = str(path) if inside is None else f"{path}/{inside.name}"
         self._file: IO[bytes] | None = None
 
     def __iter__(self) -> Iterator[Member]:
-        """Its regular files in their order; whatever is no whole archive ends in a `DataError`."""
-        seen = 0
+        """The regular files in their order; raises `DataError` if the archive is damaged or incomplete."""
+        count = 0
         try:
             with self.path.open("rb") as self._file:
-                window = _Window(self._file, self.inside)
-                with tarfile.open(fileobj=window, mode="r:", bufsize=tarfile.BLOCKSIZE) as archive:
+                end = os.fstat(self._file.fileno()).st_size
+                if self.inside is not None:
+                    end = self.inside.offset + self.inside.size
+                    self._file.seek(self.inside.offset)  # tarfile starts at the current position
+                with tarfile.open(fileobj=self._file, mode="r:") as archive:
                     for entry in archive:
                         if entry.isreg() and not entry.issparse():
-                            yield self._member(entry, window)
-                            seen += 1
-                    window.seek(archive.offset)
-                    if window.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                        raise EOFError("there is no mark of its end")  # tarfile takes half a header for the end
+                            yield self._member(entry, end)
+                            count += 1
+                    self._file.seek(archive.offset)
+                    # tarfile also stops at half a header, so the block that marks the end is checked here.
+                    if archive.offset >= end or self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                        raise EOFError("there is no mark of its end")
         except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-            message = f"{self.name}: damaged or truncated after {seen:,} files ({first_line(error)})"
+            message = f"{self.name}: damaged or truncated after {count:,} files ({first_line(error)})"
             raise DataError(f"{message}, expected an uncompressed tar archive, complete") from error
 
-    def _member(self, entry: tarfile.TarInfo, window: "_Window") -> Member:
+    def _member(self, entry: tarfile.TarInfo, end: int) -> Member:
         if entry.size > LARGEST and not entry.name.endswith(".tar"):
             raise DataError(f"{self.name}: {entry.name} has {entry.size:,} bytes, expected at most {LARGEST:,}")
-        if entry.offset_data + entry.size > window.size:
+        if entry.offset_data + entry.size > end:
             raise EOFError(f"{entry.name} goes beyond the end")
-        return Member(entry.name.removeprefix("./"), window.start + entry.offset_data, entry.size)
+        return Member(entry.name.removeprefix("./"), entry.offset_data, entry.size)
 
     def read(self, member: Member) -> bytes:
-        """The bytes of a small member, while going through them."""
+        """The bytes of a small member, during the iteration."""
         assert self._file is not None
         self._file.seek(member.offset)
         return self._file.read(member.size)
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as if it were a file."""
-
-    def __init__(self, file: IO[bytes], part: Member | None) -> None:
-        self.file, self.position = file, 0
-        self.start = 0 if part is None else part.offset
-        self.size = os.fstat(file.fileno()).st_size if part is None else part.size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
-        self.position = max(0, base + offset)
-        return self.position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.size - self.position)
-        self.file.seek(self.start + self.position)
-        data = self.file.read(left if size < 0 else min(size, left))
-        self.position += len(data)
-        return data

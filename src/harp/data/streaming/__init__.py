@@ -1,7 +1,3 @@
-"""Images that stay in their files: decoded when they are asked for, augmented, ahead of the training."""
+"""Images that stay in their files: decoded when they are needed, augmented, ahead of the training."""
 
-__all__ = [
-    "images",
-    "unreadable",
-    "workers",
-]
+__all__ = ["images", "workers"]

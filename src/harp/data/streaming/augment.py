@@ -1,4 +1,4 @@
-"""Augmentation: what is drawn for each image of a batch, and what is made of the image by it."""
+"""Augmentation: random numbers for each image of a batch, and the image that they give."""
 
 import math
 from dataclasses import dataclass
@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harp.data.formats import Array, Bytes, cut, planes
+from harp.data.formats.bounded import Array, Bytes
+from harp.data.formats.images import crop_resized
 from harp.errors import RecipeError
+
+_TRIES = 10  # random crops of an image until one fits
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Augment:
             raise RecipeError(f"augment: pad {self.pad}, expected 0 or more pixels")
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Augment each image of a batch by its own draw."""
+        """Augment each image of a batch by its own random numbers."""
         return self.apply(images, self.draw(len(images), generator))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -58,11 +61,11 @@ class Augment:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """The usual augmentation of ImageNet: a random part of the picture at the wanted size, and a random mirror image.
+    """The usual augmentation of ImageNet: a random crop of the stored image at the wanted size, and a random mirror.
 
-    The part's area is a share of the picture's, its width over its height is a ratio drawn on a logarithmic scale. A
-    part that doesn't fit is drawn anew, ten times; then the centre is taken, in the nearest ratio that is allowed. It
-    works on pictures as they were stored, so only streamed images can be augmented by it.
+    `area` limits the crop's share of the image, `ratio` its width over its height, drawn on a logarithmic scale. A crop
+    that doesn't fit is drawn again, up to ten times; then the centre is taken, in the nearest ratio that is allowed. It
+    needs images at their stored size, so only streamed images can be augmented by it.
     """
 
     area: tuple[float, float] = (0.08, 1.0)
@@ -74,11 +77,11 @@ class ResizedCrop:
             raise RecipeError(f"crop: area {self.area}, ratio {self.ratio}, expected the least first, areas up to 1")
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Numbers in [0, 1) for each image: a mirror, and ten times an area, a ratio, a row and a column."""
+        """Numbers in [0, 1) for each image: one for the mirror, and ten times an area, a ratio, a row and a column."""
         return torch.rand(count, 1 + 4 * _TRIES, dtype=torch.float64, generator=generator)
 
     def box(self, width: int, height: int, draws: Array) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the part that is drawn of a picture."""
+        """Left, top, right and bottom of the crop that these random numbers give."""
         low, high = (math.log(bound) for bound in self.ratio)
         for share, shape, row, column in draws[1:].reshape(_TRIES, 4).tolist():
             area = width * height * (self.area[0] + share * (self.area[1] - self.area[0]))
@@ -93,9 +96,6 @@ class ResizedCrop:
         return left, top, left + wide, top + tall
 
     def __call__(self, image: Any, size: int, draws: Array) -> Bytes:
-        """The part of a Pillow image that is drawn, at a size, planes first."""
-        found = planes(cut(image, self.box(image.width, image.height, draws), size))
-        return found[:, :, ::-1] if self.flip and draws[0] < 0.5 else found
-
-
-_TRIES = 10
+        """A random crop of a Pillow image at a size, as bytes [3, size, size]."""
+        pixels = crop_resized(image, self.box(image.width, image.height, draws), size)
+        return pixels[:, :, ::-1] if self.flip and draws[0] < 0.5 else pixels

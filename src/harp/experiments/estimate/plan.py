@@ -87,9 +87,9 @@ def estimate(
     on, display = hardware(machine, precision, utilisation), display or Quiet()
     parts = PLANS[name]()
     tally, rows = Tally(), list[dict[str, Any]]()
-    with display.working("experiments", len(parts)):
+    with display.counting_runs("experiments", len(parts)):
         for part in parts:
-            display.works([part.name])
+            display.active_runs([part.name])
             made = part.recipes()
             counts = [tally.count(each) for each in made]
             stages = part.seeds * sum(added for _, added in counts)
@@ -97,7 +97,7 @@ def estimate(
             rows.append(
                 {"name": part.name, "runs": part.seeds * len(made), "stages": stages} | _cost(flop, on, intensity)
             )
-            display.worked(part.name, None, [])
+            display.run_finished(part.name, None, [])
     keys = ("runs", "stages", "flop", "gpu_hours", "kwh", "co2_g")
     total = {key: sum(row[key] for row in rows) for key in keys}
     return {

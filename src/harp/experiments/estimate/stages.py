@@ -32,7 +32,7 @@ from harp.experiments.estimate.passes import Passes
 from harp.experiments.recipe import Recipe
 from harp.system.distributed import affinity
 from harp.system.files import amount
-from harp.system.interrupt import handled, heard
+from harp.system.interrupt import handled, stop_signals
 from harp.system.progress import Quiet
 
 _SECONDS = 10.0  # that the steps of a stage may take
@@ -63,9 +63,9 @@ def estimate(
     names = [stage.pruner["name"] for stage in made.stages]
     pruning = next((number for number, name in enumerate(names) if name != "dense"), None)
     found, passes = list[dict[str, Any]](), Passes()
-    with display.working("stages", len(made.stages)):
+    with display.counting_runs("stages", len(made.stages)):
         for number, stage in enumerate(made.stages):
-            display.works([stage.name])
+            display.active_runs([stage.name])
             wish = measuring.Wish(
                 stage=number,
                 batch=made.data.batch // devices,
@@ -78,7 +78,7 @@ def estimate(
             found.append(_measured(made, wish, devices))
             step = passes.of_step(made, stage) if stage.epochs else 0.0
             found[-1]["operations"] = step * passes.operations(made, sizes, number)
-            display.worked(stage.name, None, [])
+            display.run_finished(stage.name, None, [])
     return summed(made, sizes, found, devices, out, intensity, keep_states)
 
 
@@ -127,7 +127,9 @@ def environment(devices: int) -> dict[str, str]:
 def _unbroken() -> Iterator[None]:
     """Let signals wait for the end of the block: one that came while a process is being started would orphan it."""
     came: list[int] = []
-    numbers = heard() if threading.current_thread() is threading.main_thread() else []  # others are never interrupted
+    numbers = (
+        stop_signals() if threading.current_thread() is threading.main_thread() else []
+    )  # others are never interrupted
     with handled(dict.fromkeys(numbers, lambda number, frame: came.append(number))):
         yield
     for late in came:

@@ -113,15 +113,15 @@ class Slurm:
         Ctrl-C and SIGTERM end the waiting, and leave the jobs alone.
         """
         stop, told = Stop(), set[str]()
-        with stop.on_signals(), display.working("runs", len(self.jobs)):
+        with stop.on_signals(), display.counting_runs("runs", len(self.jobs)):
             while True:
                 stands = self.look()
                 running = [each.name for each in stands if each.state is State.RUNNING]
                 for each in stands:
                     if each.state not in (State.QUEUED, State.RUNNING) and each.name not in told:
                         told.add(each.name)
-                        display.worked(each.name, None if each.state is State.FINISHED else each.note, running)
-                display.works(running)
+                        display.run_finished(each.name, None if each.state is State.FINISHED else each.note, running)
+                display.active_runs(running)
                 if len(told) == len(stands):
                     return {each.name: each.note or each.state for each in stands if each.state is not State.FINISHED}
                 until = time.monotonic() + seconds

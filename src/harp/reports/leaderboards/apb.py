@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp.data.formats import Payload
+from harp.data.formats.bounded import Payload
 from harp.data.formats.safe_pickle import unpickle
 from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
 from harp.experiments import finished_run

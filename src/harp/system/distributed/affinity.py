@@ -2,17 +2,9 @@
 
 import os
 import socket
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
-T = TypeVar("T")
-
-
-class Peers(Protocol):
-    """The processes of a run, see `harp.system.distributed.peers`."""
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank."""
-        ...
+_Cores = tuple[str, frozenset[int]]  # the host of a process, and the cores that it may use
 
 
 def usable() -> frozenset[int]:
@@ -22,11 +14,11 @@ def usable() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def sharers(peers: Peers) -> int:
+def sharers(gather: Callable[[_Cores], list[_Cores]]) -> int:
     """How many processes of the run, with this one, share its cores; 1 if every process is bound to its own cores.
 
-    A collective operation: all processes have to call it.
+    A collective operation: all processes have to call it. `gather` returns the values of all of them.
     """
     host, own = socket.gethostname(), usable()
-    on_this_host = [cores for other, cores in peers.gather((host, own)) if other == host]
+    on_this_host = [cores for other, cores in gather((host, own)) if other == host]
     return max(sum(core in cores for cores in on_this_host) for core in own)

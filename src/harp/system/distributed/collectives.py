@@ -31,7 +31,7 @@ def own(fabric: Any, rows: Tensor) -> Tensor:
     return rows[fabric.global_rank :: fabric.world_size].to(fabric.device)
 
 
-def astray(fabric: Any, tensors: Iterable[Tensor]) -> int | None:
+def first_different_rank(fabric: Any, tensors: Iterable[Tensor]) -> int | None:
     """The rank of the first process whose tensors differ from those of process 0, compared by digest."""
     hasher = hashlib.blake2b(digest_size=8)
     for tensor in tensors:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,15 @@ def device_for_evaluation(machines: Machines) -> torch.device:
 
 def _fabric(precision: str, accelerator: str, place: Place) -> "Fabric":
     from lightning_fabric import Fabric  # takes two seconds to import, and not every command needs it
+    from lightning_fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning_fabric.strategies.ddp import DDPStrategy
 
-    from harp.system.distributed.fabric_environment import Cluster
+    class Started(TorchElasticEnvironment):
+        """Processes that are already started; machines may have different numbers of them."""
+
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            pass
 
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs five lines of setup in every process
     settings: dict[str, Any] = {"accelerator": accelerator, "devices": place.local_world, "num_nodes": place.nodes}
@@ -85,9 +92,10 @@ def _fabric(precision: str, accelerator: str, place: Place) -> "Fabric":
         parameters = inspect.signature(DistributedDataParallel).parameters  # newer versions of torch rename the option
         name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
         options: dict[str, Any] = {"timeout": TIMEOUT, name: False}  # `fit` synchronises buffers once a step
-        settings["strategy"] = DDPStrategy(cluster_environment=Cluster(place), **options)
+        os.environ.update(place.environment())  # srun does not set the variables that Fabric reads
+        settings["strategy"] = DDPStrategy(cluster_environment=Started(), **options)
     else:
-        settings["plugins"] = [Cluster(place)]
+        settings["plugins"] = [LightningEnvironment()]  # given, so that Fabric does not look for a scheduler
     try:
         return Fabric(precision=resolve(precision, accelerator), **settings)  # type: ignore[arg-type]  # a literal, checked by the recipe
     except (ValueError, RuntimeError) as error:

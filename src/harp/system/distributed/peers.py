@@ -201,14 +201,12 @@ class Peers(Alone):
                 if missed[rank] > (LATE if left is None else GRACE):
                     problem = f"gave no sign of life for {LATE * BEAT:.0f} seconds" if left is None else "failed"
                     _exit_lost(f"process {rank} of {self.world} {problem}")
-            self._take_stop([status["stop"] for status in statuses.values() if status["stop"] is not None])
+            signals = [status["stop"] for status in statuses.values() if status["stop"] is not None]
+            if signals and self._stop is not None and self._stop.signal is None:
+                self._stop.signal = signals[0]
             # After the request to stop is taken: `meet` must not report a process that left for it as lost.
             self._statuses = statuses
             _stop_if_orphaned()
-
-    def _take_stop(self, signals: list[int]) -> None:
-        if signals and self._stop is not None and self._stop.signal is None:
-            self._stop.signal = signals[0]
 
 
 def several() -> bool:

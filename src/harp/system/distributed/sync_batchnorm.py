@@ -20,7 +20,7 @@ torch.nn.SyncBatchNorm does the same, but replaces the modules and works on GPUs
 checkpoints and exports see the original modules.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -162,19 +162,15 @@ class _Normalise(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
+@torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
     """Copy the buffers of process 0 to all processes, in one message per type."""
-    _broadcast(buffer for buffer in model.buffers() if buffer.numel())
-
-
-@torch.no_grad()
-def _broadcast(tensors: Iterable[Tensor]) -> None:
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_type.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+    for buffer in filter(torch.numel, model.buffers()):
+        by_type.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_type.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         dist.broadcast(flat, 0)
-        for tensor in group:
-            tensor.copy_(flat[: tensor.numel()].view_as(tensor))
-            flat = flat[tensor.numel() :]
+        for buffer in buffers:
+            buffer.copy_(flat[: buffer.numel()].view_as(buffer))
+            flat = flat[buffer.numel() :]
