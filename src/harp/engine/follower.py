@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harp.engine.capture.capture import Captured, capture
-from harp.engine.graph.folds import bias_name, normed
-from harp.engine.lowering.taps import Weight
+from harp.engine.format.reader import Stored
+from harp.engine.graph.passes import bias_name, normed
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import ModelError, RecipeError
@@ -50,7 +50,7 @@ class Follower:
             self._places = {name: weight.nonzero().reshape(-1) for name, weight in weights.items()}
             values, biases = self._values(get, weights)
             sparse = {
-                name: Weight(tuple(get(name).shape), self._places[name].numpy(), values[name]) for name in self._layers
+                name: Stored(tuple(get(name).shape), self._places[name].numpy(), values[name]) for name in self._layers
             }
             others = {name: get(name).numpy() for name in self._others() - biases.keys()}
             self.network = Network(self.captured.graph, others | biases | sparse, threads=torch.get_num_threads())
@@ -67,7 +67,7 @@ class Follower:
                 changed[product] = values[product.weight][positions], bias_values
             else:
                 changed[product] = get(product.weight).reshape(-1).numpy()[product.taps.index], bias_values
-        self.network.refill(changed, {name: get(name) for name in self.network.borrowed()})
+        self.network.refill(changed, {name: get(name) for name in self.network.tensors})
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits of images, differentiable with respect to the images."""

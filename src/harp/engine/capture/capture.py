@@ -20,8 +20,8 @@ from harp.engine.capture.exported_program import Derived, Reader
 from harp.engine.capture.operations import RULES
 from harp.engine.format.reader import BadFile
 from harp.engine.graph import passes, reference
-from harp.engine.graph.folds import Fold, folded
-from harp.engine.graph.nodes import Graph
+from harp.engine.graph.nodes import Graph, reachable
+from harp.engine.graph.passes import Fold, folded
 from harp.errors import ModelError
 from harp.models.modes import evaluating, slow_attention
 
@@ -113,7 +113,7 @@ def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Ca
     """The graph of a program, after all passes."""
     reader = Reader(program, RULES, names)
     output = reader.read()
-    nodes = passes.reachable(reader.nodes, output)
+    nodes = {node.name: node for node in reachable(list(reader.nodes.values()), output)}
     nodes, folds, output = passes.fold(nodes, reader.norms, output, taken=reader.sizes)
     nodes = passes.merged(nodes, output, lambda name, function, inputs: reader.derive(name, function, inputs, ()).name)
     graph = passes.renamed(nodes, output)

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from harp.engine.format.reader import BadFile
 from harp.engine.graph.allowed_calls import is_allowed
-from harp.engine.graph.folds import Fold
 from harp.engine.graph.nodes import Node, Shape, complete, mentioned, result_shape
+from harp.engine.graph.passes import Fold
 from harp.errors import ModelError
 
 # Calls that return their input unchanged in eval mode.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from harp.engine.capture.exported_program import RESHAPES, Constant, Reader, Result, Rule
-from harp.engine.graph.folds import Fold, normed
 from harp.engine.graph.nodes import Node, Shape
+from harp.engine.graph.passes import Fold, normed
 
 Bound = dict[str, Any]
 

@@ -29,7 +29,8 @@ node's result is not in front, its shape lists all axes, and -k stands for k tim
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +135,20 @@ class Graph:
                     node, before[node.inputs[0]].shape, {k: tuple(shapes[v]) for k, v in node.tensors.items()}
                 )
             before[node.name] = node
+
+
+def reachable(nodes: Sequence[Node], output: str) -> list[Node]:
+    """The nodes that the result depends on, and the input."""
+    wanted = {output, nodes[0].name}
+    for node in reversed(nodes):
+        if node.name in wanted:
+            wanted.update(node.inputs)
+    return [node for node in nodes if node.name in wanted]
+
+
+def readers(nodes: Iterable[Node], *outputs: str) -> Counter[str]:
+    """How often the results are read, by nodes and as outputs."""
+    return Counter([*outputs, *(name for node in nodes for name in node.inputs)])
 
 
 def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Shape | None:
