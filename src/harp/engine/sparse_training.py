@@ -6,6 +6,7 @@ alone. Torch computes everything between the layers, such as batch norms in trai
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from harp.engine.follower import wanted
+from harp.engine.follower import is_nonzero_at, wanted
 from harp.engine.format.reader import Stored
+from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph, Node
 from harp.engine.lowering.lower import Product, Stage, stages
 from harp.engine.native import bindings
@@ -101,8 +103,7 @@ class _Layer:
         """Whether `index` is still valid for the mask, or without a mask for the nonzero weights."""
         if mask is not None or self.mask is not None:
             return mask is self.mask
-        weight = self.module.weight.detach().reshape(-1)
-        return int(weight.count_nonzero()) == len(self.index) and bool(weight[self.index].all())
+        return is_nonzero_at(self.module.weight.detach().reshape(-1), self.index)
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
@@ -126,12 +127,9 @@ class _Layer:
         if isinstance(module, nn.Linear):
             return gradient.t() @ x
         geometry = module.stride, module.padding, module.dilation, False, (0, 0), module.groups
-        weight_gradient: Tensor
         wanted_gradients = (False, True, False)  # of input, weight, bias
-        _, weight_gradient, _ = torch.ops.aten.convolution_backward(
-            gradient, x, module.weight, None, *geometry, wanted_gradients
-        )
-        return weight_gradient
+        backward: Any = torch.ops.aten.convolution_backward
+        return backward(gradient, x, module.weight, None, *geometry, wanted_gradients)[1]  # type: ignore[no-any-return]
 
 
 class _Compiled:
@@ -146,23 +144,16 @@ class _Compiled:
         if isinstance(module, nn.Conv2d):
             attributes = {key: list(getattr(module, key)) for key in ("stride", "padding", "dilation")}
             attributes["groups"] = module.groups
-        self.shape = _output_shape(module, shape)
-        op = "conv" if attributes else "linear"
-        roles = {role: role for role in tensors}
-        nodes = Node("input", "input", (), shape), Node("layer", op, ("input",), self.shape, roles, attributes)
+        node = Node("layer", "conv" if attributes else "linear", ("input",), (), {r: r for r in tensors}, attributes)
+        meta, x = {role: getattr(module, role).to("meta") for role in tensors}, torch.empty(1, *shape, device="meta")
+        self.shape = tuple(reference.step(node, [x], meta, x).shape[1:])
+        nodes = Node("input", "input", (), shape), replace(node, shape=self.shape)
         (stage,) = stages(Graph(nodes, "layer"), tensors)
         kernels = bindings.kernels()
         assert isinstance(stage, Stage) and kernels is not None
         self.runner = Runner(stage, kernels, torch.get_num_threads())
         self.product = next(operation for operation in stage.operations if isinstance(operation, Product))
         self.index = torch.from_numpy(self.product.taps.index)
-
-
-def _output_shape(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(module, nn.Linear):
-        return (module.out_features,)
-    sizes = zip(shape[1:], module.kernel_size, module.stride, module.padding, module.dilation, strict=True)
-    return (module.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
 class _Sparse(torch.autograd.Function):

@@ -80,7 +80,10 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
         raise ModelError("a model can't be captured with an empty batch of images")
     single, several = example[:1], example if len(example) > 1 else example.repeat(3, *[1] * (example.ndim - 1))
     with torch.inference_mode(False), evaluating(model), slow_attention():
-        captured = _read(_functional(exported(model, several[:2])), _first_names(model))
+        program = exported(model, several[:2])
+        with quiet():
+            functional = program.run_decompositions({})  # without in-place calls
+        captured = _read(functional, _first_names(model))
         with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             tensors = captured.tensors(model)
             for x in (several, single):
@@ -100,13 +103,6 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
         except Exception as error:  # forward may do anything
             first = first or error
     raise ModelError(f"the model's graph can't be captured: {_line(first)}") from first
-
-
-def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program without in-place calls."""
-    with quiet():
-        functional: torch.export.ExportedProgram = program.run_decompositions({})
-    return functional
 
 
 def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Captured:

@@ -131,10 +131,9 @@ def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
     x = torch.empty(count, *graph.input_shape, device="meta")
     results: dict[str, Tensor] = {}
     for node in graph.nodes:
+        inputs = [results[name] for name in node.inputs]
         try:
-            result = (
-                x if node.op == "input" else step(node, [results[source] for source in node.inputs], meta_tensors, x)
-            )
+            result = x if node.op == "input" else step(node, inputs, meta_tensors, x)
         except BadFile:
             raise
         except Exception as error:  # a function of torch may raise anything
@@ -222,7 +221,7 @@ class InTorch(nn.Module):
     def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.graph = graph
-        shared = {name: _frozen(tensors[name]) for name in graph.tensor_names()}
+        shared = {name: nn.Parameter(tensors[name], requires_grad=False) for name in graph.tensor_names()}
         layers = [node for node in graph.nodes if node.op in ("conv", "linear")]
         self.layers = nn.ModuleDict({str(number): _layer(node, shared) for number, node in enumerate(layers)})
         self._layers = {node.name: str(number) for number, node in enumerate(layers)}
@@ -241,27 +240,15 @@ class InTorch(nn.Module):
 
 def _layer(node: Node, tensors: Mapping[str, nn.Parameter]) -> nn.Module:
     """The module of a layer, with the given tensors and not copies: two layers may share a weight."""
-    weight = tensors[node.tensors["weight"]]
+    weight, attributes = tensors[node.tensors["weight"]], node.attributes
     bias = tensors[node.tensors["bias"]] if "bias" in node.tensors else None
-    attributes = node.attributes
     with torch.device("meta"):
         if node.op == "linear":
-            layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+            layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0])
         else:
-            layer = nn.Conv2d(
-                weight.shape[1] * attributes["groups"],
-                weight.shape[0],
-                (weight.shape[2], weight.shape[3]),
-                tuple(attributes["stride"]),
-                tuple(attributes["padding"]),
-                tuple(attributes["dilation"]),
-                attributes["groups"],
-                bias is not None,
-            )
+            (outputs, inputs, *kernel), groups = weight.shape, attributes["groups"]
+            window: dict[str, Any] = {key: tuple(attributes[key]) for key in ("stride", "padding", "dilation")}
+            layer = nn.Conv2d(inputs * groups, outputs, (kernel[0], kernel[1]), groups=groups, **window)
     layer.register_parameter("weight", weight)
     layer.register_parameter("bias", bias)
     return layer
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
