@@ -22,8 +22,7 @@ from harp.engine.capture.capture import capture
 from harp.engine.format.reader import read_sparse
 from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph
-from harp.engine.graph.unread_channels import read_channels
-from harp.engine.store import pack
+from harp.engine.store import pack, read_channels
 from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError, RunFolderError
 from harp.system import files
 from harp.system.progress import Quiet

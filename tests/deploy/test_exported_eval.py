@@ -25,7 +25,7 @@ from harp.engine import format, store
 from harp.engine.capture.capture import Captured, capture
 from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph
-from harp.engine.graph.torch_module import InTorch
+from harp.engine.graph.reference import InTorch
 from harp.errors import CheckpointError, DataError, HarpError, Interrupted, ModelError
 from harp.evaluation import runner
 from harp.models.weights import fingerprint, save_model

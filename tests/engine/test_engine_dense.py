@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harp.engine.graph.nodes import Graph
-from harp.engine.lowering import kernel_choice, narrow, program, winograd
-from harp.engine.lowering.planes import Plane
-from harp.engine.lowering.taps import Taps, convolution, weight_of
+from harp.engine.lowering import dense, program
+from harp.engine.lowering.memory import Plane
+from harp.engine.lowering.taps import Taps, Window, convolution, sparse
 from harp.engine.native import bindings
 from harp.engine.native.bindings import NARROW, WINOGRAD
 from harp.engine.network import Network
@@ -28,10 +28,10 @@ NEVER = float("inf")
 @contextmanager
 def forced(op: int, worth: float = 0) -> Iterator[None]:
     """One dense way is taken wherever it can be, and threads share even small groups of images."""
-    others = {"direct_time", "narrow_time" if op == WINOGRAD else "winograd_time"}
+    others = {"direct_time", "panels_time" if op == WINOGRAD else "tiles_time"}
     with ExitStack() as stack:
         for name in others:
-            stack.enter_context(mock.patch.object(kernel_choice, name, return_value=NEVER))
+            stack.enter_context(mock.patch.object(dense, name, return_value=NEVER))
         stack.enter_context(mock.patch.object(program, "WORTH", worth))
         yield
 
@@ -118,7 +118,7 @@ def test_threads_that_share_an_image_do_not_change_a_bit(network: tuple[Graph, A
 def test_vectors_of_outputs_give_the_bits_of_vectors_of_pixels(network: tuple[Graph, Any]) -> None:
     graph, tensors = network
     x = images(graph, 2)
-    with mock.patch.object(kernel_choice, "dense", return_value=None):  # tiles have an order of their own
+    with mock.patch.object(dense, "dense", return_value=None):  # tiles have an order of their own
         plain = Network(graph, tensors)(x)
     with forced(NARROW):
         assert np.array_equal(Network(graph, tensors)(x), plain)
@@ -138,7 +138,7 @@ def layer(channels: int, size: int, density: float) -> tuple[Taps, Plane, Plane]
     random = np.random.default_rng(0)
     shape = channels, channels, 3, 3
     weight = (random.standard_normal(shape) * (random.random(shape) < density)).astype(np.float32)
-    taps = convolution(weight_of(weight), (channels, size, size), (1, 1), (1, 1), (1, 1), 1)
+    taps = convolution(sparse(weight), (channels, size, size), Window(padding=(1, 1)))
     several, single = (Plane(size, size, 1, size + 1, lanes, 8) for lanes in (8, 1))
     return taps, several, single
 
@@ -146,12 +146,12 @@ def layer(channels: int, size: int, density: float) -> tuple[Taps, Plane, Plane]
 @pytest.mark.parametrize(
     ("channels", "size", "density", "several", "single"),
     [
-        (64, 32, 1.0, winograd.Transformed, winograd.Transformed),
-        (64, 32, 0.6, winograd.Transformed, winograd.Transformed),
+        (64, 32, 1.0, dense.Tiles, dense.Tiles),
+        (64, 32, 0.6, dense.Tiles, dense.Tiles),
         (64, 32, 0.15, type(None), type(None)),
-        (256, 4, 1.0, winograd.Transformed, narrow.Panels),
+        (256, 4, 1.0, dense.Tiles, dense.Panels),
         (256, 4, 0.05, type(None), type(None)),
-        (256, 2, 0.6, winograd.Transformed, narrow.Panels),
+        (256, 2, 0.6, dense.Tiles, dense.Panels),
         (4, 8, 1.0, type(None), type(None)),
     ],
 )
@@ -159,8 +159,8 @@ def test_the_way_depends_on_density_and_size(
     channels: int, size: int, density: float, several: type, single: type
 ) -> None:
     taps, many, one = layer(channels, size, density)
-    assert type(kernel_choice.dense(taps, many, many)) is several
-    assert type(kernel_choice.dense(taps, one, one)) is single
+    assert type(dense.dense(taps, many, many)) is several
+    assert type(dense.dense(taps, one, one)) is single
 
 
 def dense_model() -> nn.Module:

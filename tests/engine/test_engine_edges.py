@@ -16,11 +16,11 @@ from torch import nn
 from harp.engine.graph.nodes import Graph, Node
 from harp.engine.lowering import program
 from harp.engine.lowering.matrices import matrix_of
-from harp.engine.lowering.planes import Plane
-from harp.engine.lowering.taps import linear, weight_of
+from harp.engine.lowering.memory import Plane
+from harp.engine.lowering.taps import Window, convolution, sparse
 from harp.engine.native import bindings
 from harp.engine.network import Network
-from harp.engine.runner import Learner, Runner
+from harp.engine.runner import Runner
 from harp.errors import DataError, RecipeError
 from support.engines import Writer, conv, engine_of
 
@@ -36,10 +36,9 @@ def pooling(channels: int, size: int, **window: Any) -> Graph:
 
 def codes(network: Network, lanes: int) -> tuple[program.Code, program.Code]:
     """The programs of both directions."""
-    (runner,) = network._parts
+    (runner,) = network.parts
     assert isinstance(runner, Runner)
-    _, ahead, behind = runner._code(lanes, True)
-    assert behind is not None
+    ahead, behind = runner.builder(lanes, "backward").codes
     return ahead, behind
 
 
@@ -99,12 +98,12 @@ def test_a_window_of_padding_alone_has_no_largest_number(count: int) -> None:
 
 
 def test_a_layer_is_too_large_in_either_direction() -> None:
-    weight = weight_of(np.ones((1, 2), np.float32))
+    taps = convolution(sparse(np.ones((1, 2, 1, 1), np.float32)), (2, 1, 1), Window())
     plane = Plane(1, 1, 0, 1, 1, 8)
     with mock.patch("harp.engine.lowering.matrices.FARTHEST", 3):
         with pytest.raises(OverflowError):
-            matrix_of(linear(weight), range(1), 1, plane, (12, 4, 3, 3))
-        left = replace(linear(weight), plane=np.zeros(2, np.int64), right=np.array([-9, 0]))
+            matrix_of(taps, range(1), 1, plane, (12, 4, 3, 3))
+        left = replace(taps, plane=np.zeros(2, np.int64), right=np.array([-9, 0]))
         with pytest.raises(OverflowError):
             matrix_of(left, range(1), 1, plane, (12, 4, 3, 3))
 
@@ -146,16 +145,15 @@ def test_what_comes_back_must_fit_what_went_forward() -> None:
 
 
 def test_rows_are_checked_before_their_address_is_taken() -> None:
-    (runner,) = small()._parts
+    (runner,) = small().parts
     assert isinstance(runner, Runner)
     for rows_ in (np.zeros((2, 31), np.float32), np.zeros((2, 32)), np.zeros((32, 2), np.float32).T):
         with pytest.raises(DataError, match="rows of 32 float32 are needed"):
             runner.forward(rows_, keep=False)
     with pytest.raises(DataError, match="rows of 12 float32 are needed"):
         runner.backward(np.zeros((2, 11), np.float32), [])
-    learner = Learner(runner.stage, runner.kernels, 1)
     with pytest.raises(DataError, match="2 gradients for 3 images"):
-        learner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), input_gradient=False)
+        runner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), input_gradient=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp.engine import format, torch_fallback
+from harp.engine import footprint, format
 from harp.engine.capture.capture import capture
-from harp.engine.format.reader import BadFile
+from harp.engine.format.reader import BadFile, Stored
+from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph
-from harp.engine.lowering import footprint, lower
-from harp.engine.lowering.layouts import layouts
-from harp.engine.lowering.program import Builder
-from harp.engine.lowering.taps import Weight
+from harp.engine.lowering import lower
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.engine.runner import Runner
@@ -55,10 +53,8 @@ def test_the_arena_is_as_large_as_it_is_said_to_be() -> None:
     (part,) = Network(captured.graph, tensors).parts
     assert isinstance(part, Runner)
     for lanes in (1, int(kernels.lanes)):
-        builder = Builder(part.stage, lanes, kernels, keep=False)
-        builder.forward()
-        assert footprint._regions(part.stage, layouts(part.stage, lanes, int(kernels.lanes))) == builder.arena.size
-        assert footprint._arena(part, lanes) > 4 * builder.arena.size
+        arena = 4 * part.builder(lanes, "forward").arena.size
+        assert arena < footprint.program_bytes(part, lanes) < arena + (1 << 18)
 
 
 @contextmanager
@@ -114,7 +110,7 @@ def test_small_files_that_ask_for_much_are_refused_without_memory(kind: str, tmp
 @engine
 def test_a_stored_kernel_of_any_size_is_refused_without_memory() -> None:
     graph = Graph.from_dict({"nodes": conv([1, 1, 1], [1, 1, 1], 1)[0]})
-    weight = Weight((1, 1, 1 << 20, 1 << 20), np.array([0, (1 << 40) - 1]), np.ones(2, np.float32))
+    weight = Stored((1, 1, 1 << 20, 1 << 20), np.array([0, (1 << 40) - 1]), np.ones(2, np.float32))
     with within(1 << 20), pytest.raises(BadFile):
         footprint.check(Network(graph, {"a": weight}), 1 << 40)
 
@@ -150,10 +146,10 @@ def test_many_channels_are_copied_without_a_map_of_all_pairs() -> None:
     assert np.array_equal(found, np.concatenate([x, x.clip(0)], 1))
 
 
-def resnet152(size: int) -> tuple[Graph, dict[str, Weight]]:
+def resnet152(size: int) -> tuple[Graph, dict[str, Stored]]:
     """Its shapes, with two weights a layer."""
     nodes: list[dict[str, Any]] = [{"op": "input", "name": "x", "shape": [3, size, size]}]
-    tensors: dict[str, Weight] = {}
+    tensors: dict[str, Stored] = {}
 
     def layer(source: str, given: int, made: int, side: int, kernel: int, stride: int = 1) -> str:
         name = f"conv{len(nodes)}"
@@ -161,7 +157,7 @@ def resnet152(size: int) -> tuple[Graph, dict[str, Weight]]:
         shape = {"shape": [made, side, side], "tensors": {"weight": name}}
         nodes.append({"op": "conv", "name": name, "inputs": [source], **shape, "attributes": how})
         weight = (made, given, kernel, kernel)
-        tensors[name] = Weight(weight, np.array([0, math.prod(weight) - 1]), np.ones(2, np.float32))
+        tensors[name] = Stored(weight, np.array([0, math.prod(weight) - 1]), np.ones(2, np.float32))
         return name
 
     def then(op: str, *inputs: str, **attributes: Any) -> str:
@@ -230,7 +226,7 @@ def test_results_that_nobody_reads_any_more_make_room(monkeypatch: pytest.Monkey
         arguments = {"op": "aten.exp.default", "args": [{"node": f"t{i}"}]}
         nodes.append({**call, "name": f"t{i + 1}", "attributes": arguments})
     made: list[weakref.ref[Tensor]] = []
-    plain = torch_fallback.compute
+    plain = reference.compute
 
     def watched(*arguments: Any) -> Tensor:
         assert sum(each() is not None for each in made) <= 2
@@ -238,7 +234,7 @@ def test_results_that_nobody_reads_any_more_make_room(monkeypatch: pytest.Monkey
         made.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(torch_fallback, "compute", watched)
+    monkeypatch.setattr(reference, "compute", watched)
     network = Network(Graph.from_dict({"nodes": nodes}), {})
     assert network(np.zeros((2, 3), np.float32)).shape == (2, 3)
     assert len(made) == 20

@@ -136,6 +136,6 @@ def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options:
 
 
 def ops(network: Network, lanes: int) -> set[int]:
-    (runner,) = network._parts
+    (runner,) = network.parts
     assert isinstance(runner, Runner)
-    return {step.op for step in runner._code(lanes, False)[1].steps}
+    return {step.op for step in runner.builder(lanes, "forward").codes[0].steps}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import harp
-from harp.engine.lowering import footprint
+from harp.engine import footprint
 from harp.engine.native import bindings
 from harp.errors import HarpError
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from harp.engine.capture.capture import Captured, capture
-from harp.engine.graph.folds import bias_name, normed
-from harp.engine.lowering.taps import Weight
+from harp.engine.format.reader import Stored
+from harp.engine.graph.passes import bias_name, normed
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import ModelError, RecipeError
@@ -28,6 +28,11 @@ def wanted() -> str:
     if choice not in ("off", "always", "auto"):
         raise RecipeError(f"{_SWITCH}={choice}: choose from off, always, auto")
     return "off" if bindings.kernels() is None else choice
+
+
+def is_nonzero_at(weight: Tensor, positions: Tensor) -> bool:
+    """Whether a flat weight is nonzero at these positions, and nowhere else."""
+    return int(weight.count_nonzero()) == len(positions) and bool(weight[positions].all())
 
 
 class Follower:
@@ -44,30 +49,29 @@ class Follower:
     @torch.no_grad()
     def follow(self, model: nn.Module) -> None:
         """Copy the current weights of the model."""
-        get = self.captured.source(model)
+        get, graph = self.captured.source(model), self.captured.graph
         weights = {name: get(name).reshape(-1).float() for name in self._layers}
-        if self.network is None or not all(self._same(name, weight) for name, weight in weights.items()):
+        same = all(name in self._places and is_nonzero_at(w, self._places[name]) for name, w in weights.items())
+        if not same:
             self._places = {name: weight.nonzero().reshape(-1) for name, weight in weights.items()}
-            values, biases = self._values(get, weights)
-            sparse = {
-                name: Weight(tuple(get(name).shape), self._places[name].numpy(), values[name]) for name in self._layers
-            }
-            others = {name: get(name).numpy() for name in self._others() - biases.keys()}
-            self.network = Network(self.captured.graph, others | biases | sparse, threads=torch.get_num_threads())
+        values, others = self._values(get, weights)
+        others |= {name: get(name).numpy() for name in graph.tensor_names() if name not in {*values, *others}}
+        if self.network is None or not same:
+            shapes = {name: tuple(get(name).shape) for name in values}
+            sparse = {name: Stored(shapes[name], self._places[name].numpy(), values[name]) for name in values}
+            self.network = Network(graph, others | sparse, threads=torch.get_num_threads())
             return
-        values, biases = self._values(get, weights)
         changed: dict[Any, Any] = {}
         for product in self.network.products():
             if product.weight is None:
                 continue
-            bias = product.bias_name
-            bias_values = None if bias is None else biases[bias] if bias in biases else get(bias).numpy()
-            if product.weight in values:  # a layer; otherwise an affine map
+            if product.weight in values:
                 positions = np.searchsorted(self._places[product.weight].numpy(), product.taps.index)
-                changed[product] = values[product.weight][positions], bias_values
-            else:
-                changed[product] = get(product.weight).reshape(-1).numpy()[product.taps.index], bias_values
-        self.network.refill(changed, {name: get(name) for name in self.network.borrowed()})
+                weight = values[product.weight][positions]
+            else:  # an affine map
+                weight = others[product.weight].reshape(-1)[product.taps.index]
+            changed[product] = weight, None if product.bias_name is None else others[product.bias_name]
+        self.network.refill(changed, {name: get(name) for name in self.network.tensors})
 
     def __call__(self, x: Tensor) -> Tensor:
         """The logits of images, differentiable with respect to the images."""
@@ -76,14 +80,6 @@ class Follower:
         if x.requires_grad and torch.is_grad_enabled():
             return _Pass.apply(x, self.network)  # type: ignore[no-any-return, no-untyped-call]
         return torch.from_numpy(self.network.forward(_array(x))[0])
-
-    def _others(self) -> set[str]:
-        return set(self.captured.graph.tensor_names()) - self._layers
-
-    def _same(self, name: str, weight: Tensor) -> bool:
-        """Whether the nonzero weights have the same positions as before."""
-        places = self._places[name]
-        return int(weight.count_nonzero()) == len(places) and bool(weight[places].all())
 
     def _values(self, get: Any, weights: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The nonzero weights, and the biases of layers with a folded batch norm."""

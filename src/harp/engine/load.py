@@ -2,14 +2,12 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from harp.engine import footprint
 from harp.engine.format.reader import BadFile, Stored, read_sparse
 from harp.engine.graph.nodes import Graph
-from harp.engine.lowering import footprint
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import CheckpointError
@@ -51,7 +49,7 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
 
 
 def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
-    import torch
+    import torch  # here, as most networks don't need it
 
     from harp.engine.graph import reference
 
@@ -62,30 +60,19 @@ def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
     reference.check(graph, meta_tensors)
 
 
-def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, Stored | npt.NDArray[Any]]:
-    """The weights of layers as they are stored, all other tensors as dense arrays."""
+def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, Stored]:
+    """The tensors of a graph, those of layers in float32."""
     sparse = {node.tensors["weight"] for node in graph.nodes if node.op in ("conv", "linear")}
     floats = {name for node in graph.nodes if node.op != "torch" for name in node.tensors.values()}
     for name in floats:
         if stored[name].values.dtype.kind != "f":
             raise BadFile(f"{name!r} is a {stored[name].values.dtype}, layers need floats")
-    named = {name: _single(stored[name]) if name in floats else stored[name] for name in graph.tensor_names()}
-    full = {name: tensor for name, tensor in named.items() if name not in sparse}
-    filled = full if bindings.kernels() is not None else named  # torch needs all weights as dense tensors
-    need = sum(math.prod(tensor.shape) * tensor.values.itemsize for tensor in filled.values())
+    with np.errstate(over="ignore"):  # numbers too large for float32 become infinite
+        single = {name: stored[name]._replace(values=stored[name].values.astype(np.float32)) for name in floats}
+    tensors = {name: single.get(name, stored[name]) for name in graph.tensor_names()}
+    # Torch needs all weights as dense tensors.
+    dense = [tensor for name, tensor in tensors.items() if name not in sparse or bindings.kernels() is None]
+    need = sum(math.prod(tensor.shape) * tensor.values.itemsize for tensor in dense)
     if need > limit:
         raise BadFile(f"the tensors take {need} bytes, more than the limit of {limit}")
-    return {name: _dense(tensor) if name in full else tensor for name, tensor in named.items()}
-
-
-@np.errstate(over="ignore")  # numbers too large for float32 become infinite
-def _single(tensor: Stored) -> Stored:
-    return tensor._replace(values=tensor.values.astype(np.float32, copy=False))
-
-
-def _dense(tensor: Stored) -> npt.NDArray[Any]:
-    if tensor.indices is None:
-        return tensor.values.reshape(tensor.shape)
-    array = np.zeros(math.prod(tensor.shape), tensor.values.dtype)
-    array[tensor.indices] = tensor.values
-    return array.reshape(tensor.shape)
+    return tensors

@@ -3,15 +3,15 @@
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from harp.engine.graph.nodes import Graph, Node
-from harp.engine.lowering.lower import Product, Stage, stages
+from harp.engine.lowering.lower import Product, Stage, Value, stages
 from harp.engine.native import bindings
 from harp.engine.runner import Kept, Runner
 from harp.errors import DataError, RecipeError
@@ -49,55 +49,40 @@ class Network:
             raise RecipeError(f"threads {threads!r}: give a whole number from 1 on")
         self.graph, self.threads, self.header = graph, threads, dict(header or {})
         self._lock = threading.Lock()
-        kernels = bindings.kernels()
-        self.isa = None if kernels is None else kernels.name.decode()
         self._shapes = {node.name: node.shape for node in graph.nodes}
-        self._parts: list[Runner | Node] = []
-        for part in graph.nodes[1:] if kernels is None else stages(graph, tensors):
-            if kernels is not None and isinstance(part, Stage):
-                self._parts.append(Runner(part, kernels, threads))
-            else:
-                self._parts.append(cast(Node, part))
-        self._done = _last_reads(self._parts, graph.output)
-        self._tensors: dict[str, Any] = {}
-        nodes = [part for part in self._parts if isinstance(part, Node)]
-        if nodes:
-            from harp.engine import torch_fallback  # loads torch
+        kernels = bindings.kernels()
+        # In the order of execution: stages that native code computes, and single nodes for torch.
+        self.parts: list[Runner | Node] = (
+            list(graph.nodes[1:])
+            if kernels is None
+            else [Runner(p, kernels, threads) if isinstance(p, Stage) else p for p in stages(graph, tensors)]
+        )
+        self.done = _last_reads(self.parts, graph.output)  # for each part, the results that are not read after it
+        # The tensors that torch computes with; `refill` can change them.
+        self.tensors: dict[str, Any] = {}
+        names = {name for part in self.parts if isinstance(part, Node) for name in part.tensors.values()}
+        if names:
+            from harp.engine.graph import reference  # loads torch
 
-            self._torch = torch_fallback
-            for node in nodes:
-                self._tensors.update(torch_fallback.tensors_of(node, tensors))
+            self.tensors = {name: reference.tensor(tensors[name]) for name in names}
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the native code, None without native code."""
+        kernels = bindings.kernels()
+        return None if kernels is None else str(kernels.name.decode())
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with the current weights, without the lock and the module, which can't be pickled."""
-        return {key: value for key, value in vars(self).items() if key not in ("_lock", "_torch")}
+        """The state with the current weights, without the lock, which can't be pickled."""
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kernels = bindings.kernels()
-        vars(self).update(state, _lock=threading.Lock(), isa=None if kernels is None else kernels.name.decode())
-        if any(isinstance(part, Node) for part in self._parts):
-            from harp.engine import torch_fallback
-
-            self._torch = torch_fallback
-
-    @property
-    def parts(self) -> Sequence[Runner | Node]:
-        """The parts in the order of execution: stages that native code computes, and single nodes for torch."""
-        return self._parts
-
-    @property
-    def done(self) -> Sequence[Sequence[str]]:
-        """For each part, the results that are not read after it."""
-        return self._done
-
-    def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """The shape of a tensor that torch computes with."""
-        return tuple(self._tensors[tensor].shape)
+        vars(self).update(state, _lock=threading.Lock())
 
     @property
     def native_share(self) -> float:
         """The share of the graph's nodes that native code computes."""
-        torch_nodes = sum(isinstance(part, Node) for part in self._parts)
+        torch_nodes = sum(isinstance(part, Node) for part in self.parts)
         return 1 - torch_nodes / max(1, len(self.graph.nodes) - 1)
 
     def __call__(self, x: Any) -> Any:
@@ -116,17 +101,18 @@ class Network:
         trace = Trace(len(x), keep)
         results: dict[str, Any] = {self.graph.nodes[0].name: x}
         with self._lock:
-            for number, part in enumerate(self._parts):
+            for number, part in enumerate(self.parts):
+                inputs = [results[name] for name in _inputs(part)]
                 if isinstance(part, Runner):
-                    rows, kept = part.forward(_rows([results[name] for name in part.stage.inputs], len(x)), keep=keep)
-                    results.update(_split_rows(rows, part.stage, self._shapes))
-                    trace.kept[number] = kept
+                    rows, trace.kept[number] = part.forward(_rows(inputs, len(x)), keep=keep)
+                    results |= self._split_rows(rows, part.stage.outputs)
                 else:
-                    inputs = [results[name] for name in part.inputs]
-                    results[part.name] = self._torch.compute(part, inputs, self._tensors, len(x))
+                    from harp.engine.graph import reference
+
+                    results[part.name] = reference.compute(part, inputs, self.tensors, len(x))
                     if keep:
                         trace.inputs[number] = inputs
-                for name in self._done[number]:  # free the memory: a transformer has hundreds of results
+                for name in self.done[number]:  # free the memory: a transformer has hundreds of results
                     del results[name]
         output = results[self.graph.output]
         trace.shape = tuple(output.shape)
@@ -140,8 +126,7 @@ class Network:
             raise DataError(f"a gradient of shape {np.shape(gradient)}: the logits are of shape {trace.shape}")
         gradients: dict[str, Any] = {self.graph.output: np.ascontiguousarray(gradient, np.float32)}
         with self._lock:
-            for number in reversed(range(len(self._parts))):
-                part = self._parts[number]
+            for number, part in reversed(list(enumerate(self.parts))):
                 if isinstance(part, Runner):
                     outputs = part.stage.outputs
                     if not outputs.keys() & gradients.keys():
@@ -153,14 +138,16 @@ class Network:
                         for name, value in outputs.items()
                     ]
                     rows = part.backward(_rows(output_gradients, trace.count), trace.kept.get(number, []))
-                    for name, array in _split_rows(rows, part.stage, self._shapes, of_inputs=True).items():
+                    for name, array in self._split_rows(rows, part.stage.inputs).items():
                         _add(gradients, name, array)
                 elif (output_gradient := gradients.pop(part.name, None)) is not None:
+                    from harp.engine.graph import reference
+
                     inputs = trace.inputs[number]
-                    tensors = self._torch.gradients(part, inputs, self._tensors, trace.count, output_gradient)
+                    tensors = reference.gradients(part, inputs, self.tensors, trace.count, output_gradient)
                     for name, tensor in zip(part.inputs, tensors, strict=True):
                         if tensor is not None:
-                            _add(gradients, name, tensor)
+                            _add(gradients, name, tensor.numpy())
         shape = trace.count, *self.graph.input_shape
         input_gradient = gradients.get(self.graph.nodes[0].name)
         if input_gradient is None:
@@ -169,35 +156,39 @@ class Network:
 
     def products(self) -> list[Product]:
         """The layers that native code computes; `refill` can change their weights."""
-        products = []
-        for part in self._parts:
-            if isinstance(part, Runner):
-                products += [operation for operation in part.stage.operations if isinstance(operation, Product)]
-        return products
-
-    def borrowed(self) -> list[str]:
-        """The names of the tensors that torch computes with; `refill` can change them too."""
-        return list(self._tensors)
+        stages = [part.stage for part in self.parts if isinstance(part, Runner)]
+        return [operation for stage in stages for operation in stage.operations if isinstance(operation, Product)]
 
     def refill(
         self, values: Mapping[Product, tuple[Array, Array | None]], tensors: Mapping[str, Any] | None = None
     ) -> None:
         """Replace the weights (at the same nonzero positions) and biases of products, and the tensors of torch."""
         with self._lock:
-            self._tensors.update(tensors or {})
-            for part in self._parts:
+            self.tensors.update(tensors or {})
+            for part in self.parts:
                 if isinstance(part, Runner):
                     part.refill(values)
+
+    def _split_rows(self, rows: Array, values: Mapping[str, Value]) -> dict[str, Any]:
+        """The inverse of `_rows`, for the outputs or the inputs of a stage."""
+        results, start = {}, 0
+        for name, value in values.items():
+            end = start + math.prod(value.size)
+            results[name] = rows[:, start:end].reshape(len(rows), *self._shapes[name])
+            start = end
+        return results
+
+
+def _inputs(part: Runner | Node) -> Iterable[str]:
+    return part.stage.inputs if isinstance(part, Runner) else part.inputs
 
 
 def _last_reads(parts: Sequence[Runner | Node], output: str) -> list[list[str]]:
     """For each part, the results that are not read after it."""
     last_use: dict[str, int] = {}
     for number, part in enumerate(parts):
-        inputs, outputs = (
-            (part.stage.inputs, part.stage.outputs) if isinstance(part, Runner) else (part.inputs, [part.name])
-        )
-        last_use.update(dict.fromkeys((*inputs, *outputs), number))
+        outputs = part.stage.outputs if isinstance(part, Runner) else [part.name]
+        last_use.update(dict.fromkeys((*_inputs(part), *outputs), number))
     dead: list[list[str]] = [[] for _ in parts]
     for name, number in last_use.items():
         if name != output:
@@ -230,18 +221,5 @@ def _rows(arrays: list[Any], count: int) -> Array:
     return flat[0] if len(flat) == 1 else np.concatenate(flat, 1)
 
 
-def _split_rows(
-    rows: Array, stage: Stage, shapes: Mapping[str, tuple[int, ...]], *, of_inputs: bool = False
-) -> dict[str, Any]:
-    """The inverse of `_rows`, for the outputs or the inputs of a stage."""
-    results, start = {}, 0
-    for name, value in (stage.inputs if of_inputs else stage.outputs).items():
-        size = math.prod(value.size)
-        results[name] = rows[:, start : start + size].reshape(len(rows), *shapes[name])
-        start += size
-    return results
-
-
-def _add(gradients: dict[str, Any], name: str, gradient: Any) -> None:
-    array = gradient if isinstance(gradient, np.ndarray) else gradient.detach().numpy()
-    gradients[name] = gradients[name] + array if name in gradients else array
+def _add(gradients: dict[str, Any], name: str, gradient: Array) -> None:
+    gradients[name] = gradients[name] + gradient if name in gradients else gradient

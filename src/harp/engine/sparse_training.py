@@ -6,6 +6,7 @@ alone. Torch computes everything between the layers, such as batch norms in trai
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrize
 
-from harp.engine.follower import wanted
+from harp.engine.follower import is_nonzero_at, wanted
+from harp.engine.format.reader import Stored
+from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph, Node
 from harp.engine.lowering.lower import Product, Stage, stages
-from harp.engine.lowering.taps import Weight
 from harp.engine.native import bindings
-from harp.engine.runner import Learner
+from harp.engine.runner import Runner
 
 # The share of kept weights up to which a layer is faster this way, with the cost of packing its input and output:
 # measured on the layers of ResNet18, forward and backward. If the positions of the weights change at every step, the
@@ -101,8 +103,7 @@ class _Layer:
         """Whether `index` is still valid for the mask, or without a mask for the nonzero weights."""
         if mask is not None or self.mask is not None:
             return mask is self.mask
-        weight = self.module.weight.detach().reshape(-1)
-        return int(weight.count_nonzero()) == len(self.index) and bool(weight[self.index].all())
+        return is_nonzero_at(self.module.weight.detach().reshape(-1), self.index)
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
@@ -117,7 +118,7 @@ class _Layer:
             self._compiled[shape] = _Compiled(self.module, shape, self.index.numpy())
         code, bias = self._compiled[shape], self.module.bias
         values = self.module.weight.detach().reshape(-1)[code.index].numpy()
-        code.learner.refill({code.product: (values, None if bias is None else bias.detach().numpy())})
+        code.runner.refill({code.product: (values, None if bias is None else bias.detach().numpy())})
         return code
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -126,19 +127,16 @@ class _Layer:
         if isinstance(module, nn.Linear):
             return gradient.t() @ x
         geometry = module.stride, module.padding, module.dilation, False, (0, 0), module.groups
-        weight_gradient: Tensor
         wanted_gradients = (False, True, False)  # of input, weight, bias
-        _, weight_gradient, _ = torch.ops.aten.convolution_backward(
-            gradient, x, module.weight, None, *geometry, wanted_gradients
-        )
-        return weight_gradient
+        backward: Any = torch.ops.aten.convolution_backward
+        return backward(gradient, x, module.weight, None, *geometry, wanted_gradients)[1]  # type: ignore[no-any-return]
 
 
 class _Compiled:
     """A layer for inputs of one shape; `index` is the position of each tap's weight."""
 
     def __init__(self, module: Any, shape: tuple[int, ...], index: Any) -> None:
-        weight = Weight(tuple(module.weight.shape), index, np.zeros(len(index), np.float32))
+        weight = Stored(tuple(module.weight.shape), index, np.zeros(len(index), np.float32))
         tensors: dict[str, Any] = {"weight": weight}
         attributes: dict[str, Any] = {}
         if module.bias is not None:
@@ -146,23 +144,16 @@ class _Compiled:
         if isinstance(module, nn.Conv2d):
             attributes = {key: list(getattr(module, key)) for key in ("stride", "padding", "dilation")}
             attributes["groups"] = module.groups
-        self.shape = _output_shape(module, shape)
-        op = "conv" if attributes else "linear"
-        roles = {role: role for role in tensors}
-        nodes = Node("input", "input", (), shape), Node("layer", op, ("input",), self.shape, roles, attributes)
+        node = Node("layer", "conv" if attributes else "linear", ("input",), (), {r: r for r in tensors}, attributes)
+        meta, x = {role: getattr(module, role).to("meta") for role in tensors}, torch.empty(1, *shape, device="meta")
+        self.shape = tuple(reference.step(node, [x], meta, x).shape[1:])
+        nodes = Node("input", "input", (), shape), replace(node, shape=self.shape)
         (stage,) = stages(Graph(nodes, "layer"), tensors)
         kernels = bindings.kernels()
         assert isinstance(stage, Stage) and kernels is not None
-        self.learner = Learner(stage, kernels, torch.get_num_threads())
+        self.runner = Runner(stage, kernels, torch.get_num_threads())
         self.product = next(operation for operation in stage.operations if isinstance(operation, Product))
         self.index = torch.from_numpy(self.product.taps.index)
-
-
-def _output_shape(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if isinstance(module, nn.Linear):
-        return (module.out_features,)
-    sizes = zip(shape[1:], module.kernel_size, module.stride, module.padding, module.dilation, strict=True)
-    return (module.out_channels, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
 class _Sparse(torch.autograd.Function):
@@ -173,7 +164,7 @@ class _Sparse(torch.autograd.Function):
         code = layer.compiled(tuple(x.shape[1:]))
         ctx.layer, ctx.code, ctx.has_bias = layer, code, bias is not None
         ctx.save_for_backward(x, weight)
-        output, ctx.kept = code.learner.forward(_rows(x), keep=layer.mask is None)
+        output, ctx.kept = code.runner.forward(_rows(x), keep=layer.mask is None)
         # Reshaped in numpy: a view made by torch could not be overwritten in place by the next layer.
         return torch.from_numpy(output.reshape(len(x), *code.shape))
 
@@ -184,10 +175,10 @@ class _Sparse(torch.autograd.Function):
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight_gradient = input_gradient = None
         if layer.mask is None:
-            input_gradient = code.learner.backward(_rows(gradient), ctx.kept) if needs_input else None
+            input_gradient = code.runner.backward(_rows(gradient), ctx.kept) if needs_input else None
             weight_gradient = layer.weight_gradient(x, gradient) if needs_weight else None
         else:
-            input_gradient, values = code.learner.learn(_rows(gradient), _rows(x), input_gradient=needs_input)
+            input_gradient, values = code.runner.learn(_rows(gradient), _rows(x), input_gradient=needs_input)
             weight_gradient = torch.zeros(weight.numel()).index_copy_(0, code.index, torch.from_numpy(values))
             weight_gradient = weight_gradient.view_as(weight)
         bias_gradient = gradient.sum([0, *range(2, gradient.ndim)]) if ctx.has_bias and needs_bias else None

@@ -14,7 +14,7 @@ from harp.deploy.export.formats import write_onnx
 from harp.engine import format
 from harp.engine.capture.capture import capture
 from harp.engine.graph.nodes import Graph
-from harp.engine.graph.torch_module import InTorch
+from harp.engine.graph.reference import InTorch
 from harp.engine.load import GENEROUS, load
 from harp.engine.store import pack
 from harp.errors import CheckpointError, HarpError

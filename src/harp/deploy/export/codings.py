@@ -9,7 +9,7 @@ from harp.deploy.export.source import Subject
 from harp.engine.capture.capture import Captured
 from harp.engine.format.reader import read
 from harp.engine.graph.nodes import Graph
-from harp.engine.graph.torch_module import InTorch
+from harp.engine.graph.reference import InTorch
 from harp.engine.store import pack
 from harp.errors import CheckpointError, DataError
 from harp.evaluation import accuracy

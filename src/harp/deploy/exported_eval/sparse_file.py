@@ -12,7 +12,7 @@ from torch import nn
 import harp
 from harp.deploy.exported_eval.query_only import Array
 from harp.engine import format
-from harp.engine.graph.torch_module import InTorch
+from harp.engine.graph.reference import InTorch
 from harp.engine.load import GENEROUS, load
 from harp.errors import ModelError
 

@@ -20,8 +20,8 @@ from harp.engine.capture.exported_program import Derived, Reader
 from harp.engine.capture.operations import RULES
 from harp.engine.format.reader import BadFile
 from harp.engine.graph import passes, reference
-from harp.engine.graph.folds import Fold, folded
-from harp.engine.graph.nodes import Graph
+from harp.engine.graph.nodes import Graph, reachable
+from harp.engine.graph.passes import Fold, folded
 from harp.errors import ModelError
 from harp.models.modes import evaluating, slow_attention
 
@@ -80,7 +80,10 @@ def capture(model: nn.Module, example: Tensor) -> Captured:
         raise ModelError("a model can't be captured with an empty batch of images")
     single, several = example[:1], example if len(example) > 1 else example.repeat(3, *[1] * (example.ndim - 1))
     with torch.inference_mode(False), evaluating(model), slow_attention():
-        captured = _read(_functional(exported(model, several[:2])), _first_names(model))
+        program = exported(model, several[:2])
+        with quiet():
+            functional = program.run_decompositions({})  # without in-place calls
+        captured = _read(functional, _first_names(model))
         with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             tensors = captured.tensors(model)
             for x in (several, single):
@@ -102,18 +105,11 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     raise ModelError(f"the model's graph can't be captured: {_line(first)}") from first
 
 
-def _functional(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same program without in-place calls."""
-    with quiet():
-        functional: torch.export.ExportedProgram = program.run_decompositions({})
-    return functional
-
-
 def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Captured:
     """The graph of a program, after all passes."""
     reader = Reader(program, RULES, names)
     output = reader.read()
-    nodes = passes.reachable(reader.nodes, output)
+    nodes = {node.name: node for node in reachable(list(reader.nodes.values()), output)}
     nodes, folds, output = passes.fold(nodes, reader.norms, output, taken=reader.sizes)
     nodes = passes.merged(nodes, output, lambda name, function, inputs: reader.derive(name, function, inputs, ()).name)
     graph = passes.renamed(nodes, output)

@@ -1,7 +1,6 @@
 """The rules that turn calls of torch into operations of a graph.
 
-A rule gets the arguments of the call by their names (`bound`) and the shape of the result, and adds the node. It
-returns None if no operation of the graph fits.
+A rule adds the node of a call, or returns None if no operation of the graph fits.
 """
 
 import math
@@ -11,233 +10,200 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harp.engine.capture.exported_program import RESHAPES, Constant, Reader, Result, Rule
-from harp.engine.graph.folds import Fold, normed
-from harp.engine.graph.nodes import Node, Shape
+from harp.engine.capture.exported_program import RESHAPES, Call, Constant, Result, Rule
+from harp.engine.graph.nodes import Node
+from harp.engine.graph.passes import Fold, normed
 
-Bound = dict[str, Any]
+_STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
 
-def _layer(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **more: Any) -> Result | None:
-    weight, bias = bound["weight"], bound["bias"]
+def _layer(call: Call, op: str, **attributes: Any) -> Result | None:
+    weight, bias = call["weight"], call["bias"]
     if not isinstance(weight, Constant) or not (bias is None or isinstance(bias, Constant)):
         return None
     tensors = {"weight": weight.name} | ({} if bias is None else {"bias": bias.name})
-    return reader.make(name, op, [bound["input"]], shape, tensors=tensors, **more)
+    return call.make(op, call["input"], tensors=tensors, **attributes)
 
 
-def conv(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _conv(call: Call) -> Result | None:
     """A convolution of images, with the same zero padding on both sides."""
-    weight = bound["weight"]
-    if reader.images(bound["input"], 3) is None or not isinstance(weight, Constant) or bound.get("transposed"):
+    weight, padding, dilation = call["weight"], call["padding"], _pair(call["dilation"])
+    if call.images("input", 3) is None or not isinstance(weight, Constant) or call["transposed"]:
         return None
-    stride, dilation, padding = _pair(bound["stride"]), _pair(bound["dilation"]), bound["padding"]
     if padding == "same":
-        paddings = [step * (size - 1) for step, size in zip(dilation, reader.sizes[weight.name][2:], strict=True)]
-        if any(length % 2 for length in paddings):
+        kernel = call.reader.sizes[weight.name][2:]
+        both_sides = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
+        if any(length % 2 for length in both_sides):
             return None
-        padding = [length // 2 for length in paddings]
+        padding = [length // 2 for length in both_sides]
     padding = [0, 0] if padding == "valid" else _pair(padding)
-    more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": bound["groups"]}
-    return _layer(reader, name, "conv", bound, shape, **more)
+    stride, groups = _pair(call["stride"]), call["groups"]
+    return _layer(call, "conv", stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
-def linear(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _linear(call: Call) -> Result | None:
     """A linear layer of vectors."""
-    return None if reader.images(bound["input"], 1) is None else _layer(reader, name, "linear", bound, shape)
+    return None if call.images("input", 1) is None else _layer(call, "linear")
 
 
-def norm(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _norm(call: Call) -> Result | None:
     """A batch norm with running statistics."""
-    x = bound["input"]
-    parts = [bound[key] for key in ("weight", "bias", "running_mean", "running_var")]
+    parts = [call[key] for key in _STATISTICS]
     constant = all(part is None or isinstance(part, Constant) for part in parts)
-    if reader.images(x) is None or not constant or None in parts[2:] or bound.get("training"):
+    if call.images("input") is None or not constant or None in parts[2:] or call["training"]:
         return None
-    scale, shift = (None if part is None else part.name for part in parts[:2])
-    mean, variance = parts[2].name, parts[3].name
-    fold = Fold(None, scale, shift, mean, variance, bound["eps"])
-    names = tuple(tensor for tensor in (scale, shift, mean, variance) if tensor is not None)
+    scale, shift, mean, variance = (None if part is None else part.name for part in parts)
+    assert mean is not None and variance is not None
+    fold = Fold(None, scale, shift, mean, variance, call["eps"])
+    names = tuple(name for name in (scale, shift, mean, variance) if name is not None)
 
     def part(index: int) -> Callable[..., Tensor]:
         return lambda *tensors: normed(fold, dict(zip(names, tensors, strict=True)).__getitem__)[index]
 
-    prefix = mean.removesuffix(".running_mean")
-    result = _affine(reader, name, x, shape, part(0), part(1), names, prefix)
-    reader.norms[result.name] = fold
+    result = _affine(call, call["input"], part, names, mean.removesuffix(".running_mean"))
+    call.reader.norms[result.name] = fold
     return result
 
 
 def _affine(
-    reader: Reader,
-    name: str,
-    x: Result,
-    shape: Shape,
-    scale: Callable[..., Tensor],
-    shift: Callable[..., Tensor],
-    names: tuple[str, ...],
-    prefix: str = "",
+    call: Call, x: Result, part: Callable[[int], Callable[..., Tensor]], names: tuple[str, ...], prefix: str
 ) -> Result:
-    prefix = prefix or name
-    size = shape[:1]
+    """An affine map; `part` gives the functions of the tensors `names` that compute its scale (0) and its shift (1)."""
+    derive, size = call.reader.derive, call.shape[:1]
     tensors = {
-        "scale": reader.derive(f"{prefix}.scale", scale, names, size).name,
-        "shift": reader.derive(f"{prefix}.shift", shift, names, size).name,
+        role: derive(f"{prefix}.{role}", part(index), names, size).name for index, role in enumerate(("scale", "shift"))
     }
-    return reader.add(Node(name, "affine", (x.name,), shape, tensors))
+    return call.reader.add(Node(call.name, "affine", (x.name,), call.shape, tensors))
 
 
-def _by_channel(reader: Reader, value: Any, shape: Shape) -> bool:
+def _is_by_channel(call: Call, value: Any) -> bool:
     """Whether a value is a number or a tensor with one number for each channel."""
     if not isinstance(value, Constant):
         return isinstance(value, (int, float)) and math.isfinite(value)
-    size = reader.sizes[value.name]
-    per_channel = (shape[0], *[1] * (len(shape) - 1))
+    size = call.reader.sizes[value.name]
+    per_channel = (call.shape[0], *[1] * (len(call.shape) - 1))
     return math.prod(size) == 1 or size in (per_channel, (1, *per_channel))
 
 
-def _arithmetic(
-    reader: Reader, name: str, pair: tuple[Any, Any], shape: Shape, rule: Callable[[Any, bool], tuple[Any, Any]]
-) -> Result | None:
+def _arithmetic(call: Call, rule: Callable[[Any, bool], tuple[Any, Any]]) -> Result | None:
     """A sum, difference, product or quotient of images and a constant for each channel.
 
     `rule` gets the constant and whether it came first, and gives the scale and the shift of the images.
     """
-    first, second = pair
-    x, other, swapped = (first, second, False) if isinstance(first, Result) else (second, first, True)
-    if not isinstance(x, Result) or reader.images(x) != shape or not _by_channel(reader, other, shape):
+    x, other, swapped = call["self"], call["other"], False
+    if not isinstance(x, Result):
+        x, other, swapped = other, x, True
+    if not isinstance(x, Result) or call.reader.images(x) != call.shape or not _is_by_channel(call, other):
         return None
-    channels = shape[0]
-    names = (other.name,) if isinstance(other, Constant) else ()
 
     def part(index: int) -> Callable[..., Tensor]:
         def compute(*tensors: Tensor) -> Tensor:
             constant = tensors[0].reshape(-1).float() if tensors else float(other)
             summand: Tensor | float = rule(constant, swapped)[index]
-            return torch.zeros(channels) + summand
+            return torch.zeros(call.shape[0]) + summand
 
         return compute
 
-    return _affine(reader, name, x, shape, part(0), part(1), names)
+    return _affine(call, x, part, (other.name,) if isinstance(other, Constant) else (), call.name)
 
 
-def add(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _add(call: Call) -> Result | None:
     """A sum of two results, or of one and a constant."""
-    first, second, alpha = bound["self"], bound["other"], bound.get("alpha", 1)
-    if reader.images(first) == shape == reader.images(second):
-        return reader.make(name, "add", [first, second], shape) if alpha == 1 else None
-    return _arithmetic(
-        reader, name, (first, second), shape, lambda c, swapped: (alpha, c) if swapped else (1, alpha * c)
-    )
+    alpha = call.bound.get("alpha", 1)
+    if call.images("self") == call.shape == call.images("other"):
+        return call.make("add", call["self"], call["other"]) if alpha == 1 else None
+    return _arithmetic(call, lambda c, swapped: (alpha, c) if swapped else (1, alpha * c))
 
 
-def subtract(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _subtract(call: Call) -> Result | None:
     """A difference of a result and a constant."""
-    alpha = bound.get("alpha", 1)
-    pair = bound["self"], bound["other"]
-    return _arithmetic(reader, name, pair, shape, lambda c, swapped: (-alpha, c) if swapped else (1, -alpha * c))
+    alpha = call.bound.get("alpha", 1)
+    return _arithmetic(call, lambda c, swapped: (-alpha, c) if swapped else (1, -alpha * c))
 
 
-def multiply(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _multiply(call: Call) -> Result | None:
     """A product of a result and a constant."""
-    return _arithmetic(reader, name, (bound["self"], bound["other"]), shape, lambda c, _: (c, 0))
+    return _arithmetic(call, lambda c, _: (c, 0))
 
 
-def divide(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _divide(call: Call) -> Result | None:
     """A result divided by a constant."""
-    if not isinstance(bound["self"], Result) or bound.get("rounding_mode") or bound["other"] == 0:
+    if not isinstance(call["self"], Result) or call["rounding_mode"] or call["other"] == 0:
         return None
-    return _arithmetic(reader, name, (bound["self"], bound["other"]), shape, lambda c, _: (1 / c, 0))
+    return _arithmetic(call, lambda c, _: (1 / c, 0))
 
 
-def relu(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """A ReLU."""
-    return _pointwise(reader, name, "relu", bound, shape)
+def _pointwise(call: Call, op: str, **attributes: Any) -> Result | None:
+    return None if call.images("self") is None else call.make(op, call["self"], **attributes)
 
 
-def leaky(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """A leaky ReLU."""
-    return _pointwise(reader, name, "leaky", bound, shape, slope=float(bound["negative_slope"]))
-
-
-def clip(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """A ReLU6 or hardtanh: no gradient at the bounds."""
-    return _clip(reader, name, bound, shape, (bound.get("min_val", 0), bound.get("max_val", 6)), inclusive=False)
-
-
-def clamp(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """A clamp: with a gradient at the bounds."""
-    return _clip(reader, name, bound, shape, (bound["min"], bound["max"]), inclusive=True)
-
-
-def _clip(
-    reader: Reader, name: str, bound: Bound, shape: Shape, bounds: tuple[Any, Any], *, inclusive: bool
-) -> Result | None:
-    if not all(isinstance(limit, (int, float)) and math.isfinite(limit) for limit in bounds) or bounds[0] > bounds[1]:
+def _clip(call: Call, low: Any, high: Any, *, inclusive: bool) -> Result | None:
+    """A clamp, which has a gradient at the bounds (inclusive), or a hardtanh, which has none."""
+    if not all(isinstance(limit, (int, float)) and math.isfinite(limit) for limit in (low, high)) or low > high:
         return None
-    low, high = map(float, bounds)
-    return _pointwise(reader, name, "clip", bound, shape, low=low, high=high, inclusive=inclusive)
+    return _pointwise(call, "clip", low=float(low), high=float(high), inclusive=inclusive)
 
 
-def _pointwise(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **more: Any) -> Result | None:
-    x = bound["self"]
-    return None if reader.images(x) is None else reader.make(name, op, [x], shape, **more)
+def _hardtanh(call: Call) -> Result | None:
+    return _clip(call, call.bound.get("min_val", 0), call.bound.get("max_val", 6), inclusive=False)  # ReLU6 has none
 
 
-def concat(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _clamp(call: Call) -> Result | None:
+    return _clip(call, call["min"], call["max"], inclusive=True)
+
+
+def _concat(call: Call) -> Result | None:
     """A concatenation along the channels."""
-    parts, axis = bound["tensors"], bound["dim"] % (len(shape) + 1)
-    fits = axis == 1 and all(reader.images(part, len(shape)) is not None for part in parts)
-    return reader.make(name, "concat", parts, shape) if fits else None
+    axes = len(call.shape)
+    fits = all(call.reader.images(part, axes) is not None for part in call["tensors"])
+    return call.make("concat", *call["tensors"]) if fits and call["dim"] % (axes + 1) == 1 else None
 
 
-def max_pool(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
-    """The largest of each window."""
-    return _pool(reader, name, "maxpool", bound, shape, dilation=_pair(bound["dilation"]))
+def _max_pool(call: Call) -> Result | None:
+    return _pool(call, "maxpool", dilation=_pair(call["dilation"]))
 
 
-def mean_pool(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _mean_pool(call: Call) -> Result | None:
     """The mean of each window."""
-    if bound["divisor_override"] is not None:
+    if call["divisor_override"] is not None:
         return None
-    size, padding = reader.images(bound["self"], 3), _pair(bound["padding"])
-    if size is not None and size[1:] == tuple(_pair(bound["kernel_size"])) and padding == [0, 0]:
-        return reader.make(name, "mean", [bound["self"]], shape, keep=True)
-    return _pool(reader, name, "avgpool", bound, shape, count_padding=bound["count_include_pad"])
+    size, kernel = call.images("self", 3), tuple(_pair(call["kernel_size"]))
+    if size is not None and size[1:] == kernel and _pair(call["padding"]) == [0, 0]:
+        return call.make("mean", call["self"], keep=True)
+    return _pool(call, "avgpool", count_padding=call["count_include_pad"])
 
 
-def _pool(reader: Reader, name: str, op: str, bound: Bound, shape: Shape, **more: Any) -> Result | None:
-    if reader.images(bound["self"], 3) is None:
+def _pool(call: Call, op: str, **more: Any) -> Result | None:
+    if call.images("self", 3) is None:
         return None
-    kernel = _pair(bound["kernel_size"])
-    stride = _pair(bound["stride"]) if bound["stride"] else kernel
-    window = {"kernel": kernel, "stride": stride, "padding": _pair(bound["padding"]), "ceil": bound["ceil_mode"]}
-    return reader.make(name, op, [bound["self"]], shape, **window, **more)
+    kernel = _pair(call["kernel_size"])
+    stride = _pair(call["stride"]) if call["stride"] else kernel
+    window = {"kernel": kernel, "stride": stride, "padding": _pair(call["padding"]), "ceil": call["ceil_mode"]}
+    return call.make(op, call["self"], **window, **more)
 
 
-def adaptive(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _adaptive(call: Call) -> Result | None:
     """An adaptive mean pooling, if all windows have the same size."""
-    size = reader.images(bound["self"], 3)
-    if size is None or any(before % after for before, after in zip(size[1:], shape[1:], strict=True)):
+    size = call.images("self", 3)
+    if size is None or any(before % after for before, after in zip(size[1:], call.shape[1:], strict=True)):
         return None
-    if shape[1:] == (1, 1):
-        return reader.make(name, "mean", [bound["self"]], shape, keep=True)
-    kernel = [before // after for before, after in zip(size[1:], shape[1:], strict=True)]
-    return reader.make(name, "avgpool", [bound["self"]], shape, kernel=kernel, stride=kernel)
+    if call.shape[1:] == (1, 1):
+        return call.make("mean", call["self"], keep=True)
+    kernel = [before // after for before, after in zip(size[1:], call.shape[1:], strict=True)]
+    return call.make("avgpool", call["self"], kernel=kernel, stride=kernel)
 
 
-def mean(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _mean(call: Call) -> Result | None:
     """The mean over height and width."""
-    axes = {axis % 4 for axis in bound.get("dim") or ()}
-    if reader.images(bound["self"], 3) is None or axes != {2, 3} or bound.get("dtype") is not None:
+    axes = {axis % 4 for axis in call["dim"] or ()}
+    if call.images("self", 3) is None or axes != {2, 3} or call["dtype"] is not None:
         return None
-    return reader.make(name, "mean", [bound["self"]], shape, keep=bound["keepdim"])
+    return call.make("mean", call["self"], keep=call["keepdim"])
 
 
-def flatten(reader: Reader, name: str, bound: Bound, shape: Shape) -> Result | None:
+def _flatten(call: Call) -> Result | None:
     """All numbers of an image in one row."""
-    x = bound["self"]
-    return None if reader.images(x) is None or len(shape) != 1 else reader.make(name, "flatten", [x], shape)
+    return _pointwise(call, "flatten") if len(call.shape) == 1 else None
 
 
 def _pair(value: Any) -> list[int]:
@@ -246,29 +212,21 @@ def _pair(value: Any) -> list[int]:
 
 
 RULES: dict[str, Rule] = {
-    "conv2d": conv,
-    "convolution": conv,
-    "linear": linear,
-    "_native_batch_norm_legit_no_training": norm,
-    "batch_norm": norm,
-    "add": add,
-    "sub": subtract,
-    "mul": multiply,
-    "div": divide,
-    "relu": relu,
-    "leaky_relu": leaky,
-    "relu6": clip,
-    "hardtanh": clip,
-    "clamp": clamp,
-    "clip": clamp,
-    "cat": concat,
-    "concat": concat,
-    "max_pool2d": max_pool,
-    "max_pool2d_with_indices": max_pool,
-    "avg_pool2d": mean_pool,
-    "adaptive_avg_pool2d": adaptive,
-    "_adaptive_avg_pool2d": adaptive,
-    "mean": mean,
-    "squeeze": flatten,
-    **dict.fromkeys(RESHAPES, flatten),
+    **dict.fromkeys(("conv2d", "convolution"), _conv),
+    "linear": _linear,
+    **dict.fromkeys(("_native_batch_norm_legit_no_training", "batch_norm"), _norm),
+    "add": _add,
+    "sub": _subtract,
+    "mul": _multiply,
+    "div": _divide,
+    "relu": lambda call: _pointwise(call, "relu"),
+    "leaky_relu": lambda call: _pointwise(call, "leaky", slope=float(call["negative_slope"])),
+    **dict.fromkeys(("relu6", "hardtanh"), _hardtanh),
+    **dict.fromkeys(("clamp", "clip"), _clamp),
+    **dict.fromkeys(("cat", "concat"), _concat),
+    **dict.fromkeys(("max_pool2d", "max_pool2d_with_indices"), _max_pool),
+    "avg_pool2d": _mean_pool,
+    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d"), _adaptive),
+    "mean": _mean,
+    **dict.fromkeys((*RESHAPES, "squeeze"), _flatten),
 }

@@ -4,17 +4,12 @@
 docs/format.md describes the format.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from harp.engine.format.reader import BadFile, Stored, read, read_sparse
 
 if TYPE_CHECKING:
-    from harp.engine.format.torch_reader import load
-    from harp.engine.format.writer import encode, write
-
-# These need torch, so they are imported when they are first used; reading a file does not need torch.
-_HOMES = {"encode": "writer", "load": "torch_reader", "write": "writer"}
+    from harp.engine.format.torch_files import encode, load, write
 
 __all__ = [
     "BadFile",
@@ -29,6 +24,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in ("encode", "load", "write"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from harp.engine.format import torch_files  # here, since reading a file does not need torch
+
+    return getattr(torch_files, name)

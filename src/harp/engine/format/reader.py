@@ -23,7 +23,6 @@ SCALE_BITS, PER_LANE, LOWEST, FEW = 12, 1024, 1 << 16, 48  # of the entropy code
 BUCKETS = 64  # codes of positions: below this a Rice parameter, from here on buckets
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 STORED = {"f16": "<f2", "f32": "<f4", "int8": "|i1"}
-
 Array = npt.NDArray[Any]
 
 
@@ -38,16 +37,19 @@ class Stored(NamedTuple):
     indices: npt.NDArray[np.int64] | None
     values: Array
 
+    def dense(self) -> Array:
+        """All values in their shape, zero where nothing is stored."""
+        full = np.zeros(math.prod(self.shape), self.values.dtype)
+        full[slice(None) if self.indices is None else self.indices] = self.values
+        return full.reshape(self.shape)
+
 
 def read(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Array]]:
     """The header, and every tensor in full; at most `limit` bytes of tensors."""
     header, stored = read_sparse(source, limit)
     need = sum(math.prod(tensor.shape) * tensor.values.itemsize for tensor in stored.values())
     _demand(need <= limit, f"the tensors take {need} bytes, more than the limit of {limit}")
-    tensors = {name: np.zeros(shape, values.dtype) for name, (shape, _, values) in stored.items()}
-    for name, (_, indices, values) in stored.items():
-        tensors[name].reshape(-1)[slice(None) if indices is None else indices] = values
-    return header, tensors
+    return header, {name: tensor.dense() for name, tensor in stored.items()}
 
 
 def read_sparse(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -61,8 +63,7 @@ def read_sparse(source: str | pathlib.Path | bytes, limit: int = 1 << 31) -> tup
     packed, data = content[PRELUDE.size : PRELUDE.size + length], content[PRELUDE.size + length :]
     _demand(zlib.crc32(packed, zlib.crc32(content[: PRELUDE.size - 4])) == checksum, "the header is damaged")
     header = _header(packed, packing)
-    parts: dict[str, bytes] = {}
-    start = need = 0
+    parts, start, need = dict[str, bytes](), 0, 0
     for entry in header["tensors"]:
         _check(entry)
         name, end = entry["name"], start + entry["length"]
@@ -172,8 +173,7 @@ def _symbols(part: io.BytesIO, count: int) -> npt.NDArray[np.uint8]:
         state = weight[slot] * (state >> SCALE_BITS) + offset[slot]
         low = (state < LOWEST).nonzero()[0]
         _demand(len(low) <= len(words), "coded bytes do not add up")
-        state[low] = (state[low] << 16) | words[: len(low)]
-        words = words[len(low) :]
+        state[low], words = (state[low] << 16) | words[: len(low)], words[len(low) :]
     _demand(len(words) == 0 and (state == LOWEST).all(), "coded bytes do not add up")
     return decoded_bytes
 

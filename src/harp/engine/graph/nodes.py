@@ -29,7 +29,8 @@ node's result is not in front, its shape lists all axes, and -k stands for k tim
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,6 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "flatten": {},
     "torch": {"op": None, "args": [], "kwargs": {}, "pick": None},
 }
-OPS = tuple(_ATTRIBUTES)
 _TENSORS = {"conv": ("weight", "bias"), "linear": ("weight", "bias"), "affine": ("scale", "shift")}
 _LAYERS = ("conv", "linear")
 _STATED = ("input", "conv", "linear", "torch")  # their shapes don't follow from the inputs alone, so a file states them
@@ -91,11 +91,6 @@ class Graph:
         return self.nodes[0].shape
 
     @property
-    def output_shape(self) -> Shape:
-        """The shape of one image's result."""
-        return next(node.shape for node in self.nodes if node.name == self.output)
-
-    @property
     def needs_torch(self) -> bool:
         """Whether a node needs torch."""
         return any(node.op == "torch" for node in self.nodes)
@@ -130,10 +125,23 @@ class Graph:
             for name in node.tensors.values():
                 _demand(name in shapes, f"node {node.name!r} needs a tensor {name!r}, which is not there")
             if node.op in _TENSORS:
-                _check_tensors(
-                    node, before[node.inputs[0]].shape, {k: tuple(shapes[v]) for k, v in node.tensors.items()}
-                )
+                tensors = {role: tuple(shapes[name]) for role, name in node.tensors.items()}
+                _check_tensors(node, before[node.inputs[0]].shape, tensors)
             before[node.name] = node
+
+
+def reachable(nodes: Sequence[Node], output: str) -> list[Node]:
+    """The nodes that the result depends on, and the input."""
+    wanted = {output, nodes[0].name}
+    for node in reversed(nodes):
+        if node.name in wanted:
+            wanted.update(node.inputs)
+    return [node for node in nodes if node.name in wanted]
+
+
+def readers(nodes: Iterable[Node], *outputs: str) -> Counter[str]:
+    """How often the results are read, by nodes and as outputs."""
+    return Counter([*outputs, *(name for node in nodes for name in node.inputs)])
 
 
 def result_shape(op: str, attributes: Mapping[str, Any], inputs: Sequence[Shape]) -> Shape | None:
@@ -163,20 +171,18 @@ def complete(op: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {**_ATTRIBUTES[op], **attributes}
 
 
-def references(arguments: Any, kind: str) -> Iterator[str]:
-    """The names in {kind: name} objects of a "torch" node's arguments, in order."""
-    if isinstance(arguments, dict):
-        if kind in arguments and len(arguments) == 1:
-            yield arguments[kind]
-    elif isinstance(arguments, list):
-        for argument in arguments:
-            yield from references(argument, kind)
-
-
 def mentioned(attributes: Mapping[str, Any], kind: str) -> tuple[str, ...]:
-    """The names of one kind in all arguments of a "torch" node, without duplicates, in order."""
+    """The names in {kind: name} objects of a "torch" node's arguments, without duplicates, in order."""
     arguments = [*attributes["args"], *attributes["kwargs"].values()]
-    return tuple(dict.fromkeys(references(arguments, kind)))
+    return tuple(dict.fromkeys(_references(arguments, kind)))
+
+
+def _references(arguments: Any, kind: str) -> Iterator[str]:
+    if isinstance(arguments, list):
+        for argument in arguments:
+            yield from _references(argument, kind)
+    elif isinstance(arguments, dict) and kind in arguments and len(arguments) == 1:
+        yield arguments[kind]
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil: bool = False) -> int:
@@ -216,9 +222,8 @@ def _entry(node: Node, index: int, nodes: tuple[Node, ...]) -> dict[str, Any]:
 def _node(entry: Any, index: int, earlier: dict[str, Node]) -> Node:
     _demand(isinstance(entry, dict), f"node {index} of the graph is no object")
     op = entry.get("op")
-    _demand(
-        isinstance(op, str) and op in _ATTRIBUTES, f"node {index} of the graph has an unknown operation {op!r:.100}"
-    )
+    known = isinstance(op, str) and op in _ATTRIBUTES
+    _demand(known, f"node {index} of the graph has an unknown operation {op!r:.100}")
     _demand((op == "input") == (index == 0), "the graph's first node, and no other, is its input")
     attributes = _checked_attributes(op, entry.get("attributes", {}))
     name, tensors = _name_and_tensors(entry, op, index, attributes)
@@ -226,9 +231,8 @@ def _node(entry: Any, index: int, earlier: dict[str, Node]) -> Node:
     inputs = _inputs(entry, op, attributes, earlier)
     shapes = [earlier[source].shape for source in inputs]
     if op not in ("input", "torch"):
-        _demand(
-            all(len(shape) in (1, 3) and min(shape) > 0 for shape in shapes), f"{name!r:.100} can't read its inputs"
-        )
+        fits = all(len(shape) in (1, 3) and min(shape) > 0 for shape in shapes)
+        _demand(fits, f"{name!r:.100} can't read its inputs")
         if op in ("conv", "maxpool", "avgpool", "mean"):
             _demand(len(shapes[0]) == 3, f"{name!r:.100} needs channels, height and width, not {shapes[0]}")
     return Node(name, op, inputs, _shape(entry, op, attributes, shapes), tensors, attributes)
@@ -263,19 +267,13 @@ def _inputs(entry: Any, op: str, attributes: dict[str, Any], earlier: dict[str, 
 
 def _shape(entry: Any, op: str, attributes: dict[str, Any], inputs: list[Shape]) -> Shape:
     inferred = result_shape(op, attributes, inputs)
-    shape_entry = entry.get("shape", None if inferred is None else list(inferred))
+    sizes = entry.get("shape", None if inferred is None else list(inferred))
     low = -_LARGEST if op == "torch" else 1
-    sizes = (
-        isinstance(shape_entry, list)
-        and len(shape_entry) <= 16
-        and all(type(n) is int and n >= low for n in shape_entry)
-    )
-    _demand(sizes, f"a node of the graph ({op}) has no proper shape")
-    _demand(
-        math.prod(max(abs(n), 1) for n in shape_entry) <= _LARGEST,
-        f"a node of the graph ({op}) is too large: {shape_entry}",
-    )
-    shape = tuple(shape_entry)
+    proper = isinstance(sizes, list) and len(sizes) <= 16 and all(type(n) is int and n >= low for n in sizes)
+    _demand(proper, f"a node of the graph ({op}) has no proper shape")
+    numbers = math.prod(max(abs(n), 1) for n in sizes)
+    _demand(numbers <= _LARGEST, f"a node of the graph ({op}) is too large: {sizes}")
+    shape = tuple(sizes)
     _demand(inferred is None or shape == inferred, f"a node of the graph ({op}) says {shape}, but it gives {inferred}")
     if op == "conv":
         groups = attributes["groups"]
@@ -295,10 +293,8 @@ def _checked_attributes(op: str, entry: Any) -> dict[str, Any]:
     if op == "clip":
         _demand(attributes["low"] <= attributes["high"], "a node of the graph (clip) has low above high")
     if op in ("maxpool", "avgpool"):
-        halves = zip(attributes["padding"], attributes["kernel"], strict=True)
-        _demand(
-            all(2 * pad <= size for pad, size in halves), f"a node of the graph ({op}) pads more than half a window"
-        )
+        fits = all(2 * pad <= size for pad, size in zip(attributes["padding"], attributes["kernel"], strict=True))
+        _demand(fits, f"a node of the graph ({op}) pads more than half a window")
     return attributes
 
 
@@ -309,17 +305,11 @@ def _check_tensors(node: Node, input_shape: Shape, tensors: Mapping[str, Shape])
             _demand(shape == (channels,), f"{node.tensors[role]!r} is of shape {shape}, not {(channels,)}")
         return
     weight, bias = tensors["weight"], tensors.get("bias")
-    groups = node.attributes.get("groups", 1)
-    wanted = (channels, input_shape[0] // groups)
-    kernel = weight[2:] if node.op == "conv" else ()
-    fits = (
-        weight[:2] == wanted
-        and len(weight) == (4 if node.op == "conv" else 2)
-        and all(0 < n < _LONGEST for n in kernel)
-    )
-    _demand(
-        fits, f"{node.tensors['weight']!r} is of shape {weight}, which does not turn {input_shape} into {node.shape}"
-    )
+    wanted, kernel = (channels, input_shape[0] // node.attributes.get("groups", 1)), weight[2:]
+    axes = 2 if node.op == "conv" else 0
+    fits = weight[:2] == wanted and len(kernel) == axes and all(0 < n < _LONGEST for n in kernel)
+    name = node.tensors["weight"]
+    _demand(fits, f"{name!r} is of shape {weight}, which does not turn {input_shape} into {node.shape}")
     _demand(bias in (None, (channels,)), f"{node.tensors.get('bias')!r} is of shape {bias}, not {(channels,)}")
     if node.op == "conv":
         window = [node.attributes[key] for key in ("stride", "padding", "dilation")]
@@ -332,51 +322,36 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_pair(low: int) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list) and len(value) == 2 and all(type(n) is int and low <= n < _LONGEST for n in value)
-    )
+    return lambda value: isinstance(value, list) and len(value) == 2 and all(_is_count(n, low) for n in value)
+
+
+def _is_count(value: Any, low: int = 1) -> bool:
+    return type(value) is int and low <= value < _LONGEST
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
 def _is_argument(value: Any, depth: int = 0) -> bool:
     if isinstance(value, list):
         return depth < _DEEPEST and all(_is_argument(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        if len(value) != 1:
-            return False
-        ((kind, content),) = value.items()
-        return (
-            (type(content) is int and 0 < content < _LONGEST)
-            if kind == "batch"
-            else kind in _MARKS and _is_name(content)
-        )
+        kind, content = next(iter(value.items()), (None, None))
+        named = kind in ("node", "tensor", "dtype", "float") and _is_name(content)
+        return len(value) == 1 and (_is_count(content) if kind == "batch" else named)
     return value is None or isinstance(value, (bool, int, str)) or _is_number(value)
 
 
-_MARKS = ("node", "tensor", "dtype", "float")
 _PROPER: dict[str, Callable[[Any], bool]] = {
-    "stride": _is_pair(1),
+    **dict.fromkeys(("stride", "dilation", "kernel"), _is_pair(1)),
     "padding": _is_pair(0),
-    "dilation": _is_pair(1),
-    "kernel": _is_pair(1),
-    "groups": lambda value: type(value) is int and 0 < value < _LONGEST,
-    "slope": _is_number,
-    "low": _is_number,
-    "high": _is_number,
-    "inclusive": _is_flag,
-    "ceil": _is_flag,
-    "count_padding": _is_flag,
-    "keep": _is_flag,
+    "groups": _is_count,
+    **dict.fromkeys(("slope", "low", "high"), _is_number),
+    **dict.fromkeys(("inclusive", "ceil", "count_padding", "keep"), lambda value: type(value) is bool),
     "op": lambda value: isinstance(value, str) and _ATEN.fullmatch(value) is not None,
     "args": lambda value: isinstance(value, list) and _is_argument(value),
-    "kwargs": lambda value: isinstance(value, dict) and all(_is_argument(each) for each in value.values()),
+    "kwargs": lambda value: isinstance(value, dict) and all(map(_is_argument, value.values())),
     "pick": lambda value: value is None or (type(value) is int and 0 <= value < 1000),
 }
 

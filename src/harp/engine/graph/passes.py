@@ -1,25 +1,63 @@
-"""Passes over the nodes of a captured graph: folding, merging, removing unused nodes, renaming."""
+"""Passes over the nodes of a captured graph: folding batch norms into the layers before them, merging, renaming.
 
-from collections import Counter
+γ (Wx + b − μ) / √(σ² + ε) + β  =  (sW) x + s (b − μ) + β      with  s = γ / √(σ² + ε)
+"""
+
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from harp.engine.graph.folds import Fold, bias_name
-from harp.engine.graph.nodes import Graph, Node, default_name, mentioned
+import torch
+from torch import Tensor
+
+from harp.engine.graph.nodes import Graph, Node, default_name, mentioned, readers
 
 Nodes = dict[str, Node]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A batch norm folded into a layer: the names of its tensors in the model's state, None for missing ones."""
+
+    bias: str | None
+    scale: str | None
+    shift: str | None
+    mean: str
+    variance: str
+    epsilon: float
+
+
+def folded(weight: str, fold: Fold, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """The weight and bias of one layer that computes a layer and the norm behind it."""
+    scale, shift = normed(fold, get)
+    whole = get(weight)
+    bias = shift if fold.bias is None else shift + scale * get(fold.bias)
+    return {weight: whole * scale.reshape(-1, *[1] * (whole.ndim - 1)), bias_name(weight): bias}
+
+
+def normed(fold: Fold, get: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
+    """The scale and the shift of a batch norm, by channel."""
+    mean, variance = get(fold.mean), get(fold.variance)
+    scale = torch.rsqrt(variance + fold.epsilon)
+    scale = scale if fold.scale is None else scale * get(fold.scale)
+    shift = -mean * scale
+    return scale, shift if fold.shift is None else shift + get(fold.shift)
+
+
+def bias_name(weight: str) -> str:
+    """The name of the bias that belongs to a weight."""
+    return f"{weight.removesuffix('.weight')}.bias"
 
 
 def fold(
     nodes: Nodes, norms: Mapping[str, Fold], output: str, taken: Collection[str]
 ) -> tuple[Nodes, dict[str, Fold], str]:
     """Fold batch norms into the layers before them, if nothing else reads these and all uses of the weight agree."""
-    readers = _readers(nodes, output)
+    read_by = readers(nodes.values(), output)
     norm_of: dict[str, str] = {}  # the norm that is a layer's only reader
     for name in norms.keys() & nodes.keys():
         layer = nodes[nodes[name].inputs[0]]
-        if layer.op in ("conv", "linear") and readers[layer.name] == 1:
+        if layer.op in ("conv", "linear") and read_by[layer.name] == 1:
             norm_of[layer.name] = name
     uses: dict[str, list[tuple[str, str]]] = {}
     for node in nodes.values():
@@ -45,11 +83,11 @@ def fold(
 
 def merged(nodes: Nodes, output: str, derive: Callable[[str, Callable[..., Any], tuple[str, ...]], str]) -> Nodes:
     """Merge consecutive affine maps; `derive` names a tensor that is computed from others."""
-    readers = _readers(nodes, output)
+    read_by = readers(nodes.values(), output)
     left = dict(nodes)
     for name, node in nodes.items():
         before = left[node.inputs[0]] if node.op == "affine" else node
-        if before is node or before.op != "affine" or readers[before.name] != 1:
+        if before is node or before.op != "affine" or read_by[before.name] != 1:
             continue
         names = (before.tensors["scale"], before.tensors["shift"], node.tensors["scale"], node.tensors["shift"])
         scale = derive(f"{name}.scale", lambda a, _b, c, _d: a * c, names)
@@ -57,19 +95,6 @@ def merged(nodes: Nodes, output: str, derive: Callable[[str, Callable[..., Any],
         left[name] = replace(node, inputs=before.inputs, tensors={"scale": scale, "shift": shift})
         del left[before.name]
     return left
-
-
-def _readers(nodes: Mapping[str, Node], output: str) -> Counter[str]:
-    return Counter([output, *(name for node in nodes.values() for name in node.inputs)])
-
-
-def reachable(nodes: Nodes, output: str) -> Nodes:
-    """The nodes that the result depends on, and the input."""
-    wanted = {output, "input"}
-    for node in reversed(nodes.values()):
-        if node.name in wanted:
-            wanted.update(node.inputs)
-    return {name: node for name, node in nodes.items() if name in wanted}
 
 
 def _rewired(node: Node, moved: Mapping[str, str]) -> Node:

@@ -1,21 +1,23 @@
 """The reference implementation of a graph: torch computes it node by node.
 
-Faster implementations are compared with it, and it is used where there is none. It is differentiable and works on every
-device of torch.
+Faster implementations are compared with it, and the engine uses it for nodes that the native code can't compute. It is
+differentiable and works on every device of torch.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from harp.engine.format.reader import BadFile
+from harp.engine.format.reader import BadFile, Stored
 from harp.engine.graph.allowed_calls import is_allowed, objection
-from harp.engine.graph.nodes import Graph, Node
+from harp.engine.graph.nodes import Graph, Node, readers
+from harp.errors import ModelError
+from harp.system.files import reason
 
 _DROPPED = ("device", "layout", "memory_format", "pin_memory")  # arguments that do not change the result
 
@@ -28,7 +30,7 @@ def run(
 ) -> Tensor:
     """The network's result for a batch of images; functions in `layers` replace the nodes of their names."""
     results: dict[str, Tensor] = {}
-    reads_left, replaced = _readers(graph), layers or {}
+    reads_left, replaced = readers(graph.nodes, graph.output), layers or {}
     for node in graph.nodes:
         if node.op == "input":
             results[node.name] = x
@@ -82,6 +84,40 @@ def step(node: Node, inputs: list[Tensor], tensors: Mapping[str, Tensor], x: Ten
     raise BadFile(f"the graph has an unknown operation {node.op!r}")
 
 
+def tensor(array: Any) -> Tensor:
+    """A stored tensor or an array as a dense torch tensor."""
+    if isinstance(array, Tensor):
+        return array
+    return torch.from_numpy(array.dense() if isinstance(array, Stored) else np.asarray(array))
+
+
+def compute(node: Node, inputs: Sequence[Any], tensors: Mapping[str, Tensor], count: int) -> Tensor:
+    """A node's result for `count` images; its shape is checked, as native code relies on it."""
+    try:
+        with torch.no_grad():
+            result = step(node, list(map(tensor, inputs)), tensors, torch.empty(count))
+    except Exception as error:  # a function of torch may raise anything
+        raise ModelError(f"node {node.name!r:.100} can't be computed: {reason(error):.300}") from error
+    if not isinstance(result, Tensor) or tuple(result.shape) != full_shape(node.shape, count):
+        raise ModelError(f"the result of node {node.name!r:.100} does not have the stated shape {node.shape}")
+    return result
+
+
+def gradients(
+    node: Node, inputs: Sequence[Any], tensors: Mapping[str, Tensor], count: int, gradient: Any
+) -> list[Tensor | None]:
+    """The gradients of a node's inputs, None for inputs that the result does not depend on."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [tensor(array).clone() for array in inputs]
+        leaves = [leaf.requires_grad_(leaf.is_floating_point()) for leaf in leaves]
+        result = step(node, leaves, tensors, torch.empty(count))
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        if not result.requires_grad or not wanted:
+            return [None] * len(leaves)
+        computed = iter(torch.autograd.grad(result, wanted, tensor(gradient).view_as(result), allow_unused=True))
+        return [next(computed) if leaf.requires_grad else None for leaf in leaves]
+
+
 def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
     """Raise `BadFile` if a "torch" node is not allowed, or if its result does not have the stated shape.
 
@@ -95,10 +131,9 @@ def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
     x = torch.empty(count, *graph.input_shape, device="meta")
     results: dict[str, Tensor] = {}
     for node in graph.nodes:
+        inputs = [results[name] for name in node.inputs]
         try:
-            result = (
-                x if node.op == "input" else step(node, [results[source] for source in node.inputs], meta_tensors, x)
-            )
+            result = x if node.op == "input" else step(node, inputs, meta_tensors, x)
         except BadFile:
             raise
         except Exception as error:  # a function of torch may raise anything
@@ -176,10 +211,44 @@ def _weights(node: Node, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor 
     return tensors[node.tensors["weight"]], tensors[node.tensors["bias"]] if "bias" in node.tensors else None
 
 
-def _readers(graph: Graph) -> dict[str, float]:
-    counts: dict[str, float] = {node.name: 0 for node in graph.nodes}
-    for node in graph.nodes:
-        for name in node.inputs:
-            counts[name] += 1
-    counts[graph.output] = math.inf
-    return counts
+class InTorch(nn.Module):
+    """A graph as a torch network with gradients.
+
+    Convolutions and linear layers are modules, so that attacks can choose their memory layout;
+    `run` computes the rest.
+    """
+
+    def __init__(self, graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.graph = graph
+        shared = {name: nn.Parameter(tensors[name], requires_grad=False) for name in graph.tensor_names()}
+        layers = [node for node in graph.nodes if node.op in ("conv", "linear")]
+        self.layers = nn.ModuleDict({str(number): _layer(node, shared) for number, node in enumerate(layers)})
+        self._layers = {node.name: str(number) for number, node in enumerate(layers)}
+        rest = [node for node in graph.nodes if node.name not in self._layers]
+        names = dict.fromkeys(name for node in rest for name in node.tensors.values())
+        self._names = {name: f"tensor{number}" for number, name in enumerate(names)}
+        for name, own in self._names.items():
+            self.register_buffer(own, shared[name].data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of images."""
+        tensors = {name: getattr(self, own) for name, own in self._names.items()}
+        layers = {name: self.layers[own] for name, own in self._layers.items()}
+        return run(self.graph, tensors, x, layers)
+
+
+def _layer(node: Node, tensors: Mapping[str, nn.Parameter]) -> nn.Module:
+    """The module of a layer, with the given tensors and not copies: two layers may share a weight."""
+    weight, attributes = tensors[node.tensors["weight"]], node.attributes
+    bias = tensors[node.tensors["bias"]] if "bias" in node.tensors else None
+    with torch.device("meta"):
+        if node.op == "linear":
+            layer: nn.Module = nn.Linear(weight.shape[1], weight.shape[0])
+        else:
+            (outputs, inputs, *kernel), groups = weight.shape, attributes["groups"]
+            window: dict[str, Any] = {key: tuple(attributes[key]) for key in ("stride", "padding", "dilation")}
+            layer = nn.Conv2d(inputs * groups, outputs, (kernel[0], kernel[1]), groups=groups, **window)
+    layer.register_parameter("weight", weight)
+    layer.register_parameter("bias", bias)
+    return layer

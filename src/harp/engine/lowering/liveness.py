@@ -1,6 +1,6 @@
 """Which channels are computed: those that are read, and, in the backward pass, those that depend on the image.
 
-A pruned layer has channels that no later layer reads, and channels that are constant because all their weights are
+A pruned network has channels that no kept weight reads, and channels that are constant since all their weights are
 pruned. The first need not be computed, and the second need no gradient.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from harp.engine.lowering.lower import Concat, Flatten, Operation, Product, Split, Stage, Value
+from harp.engine.lowering.lower import Concat, Operation, Product, Split, Stage, Value, read
+from harp.engine.lowering.taps import Ints
 
 Flags = npt.NDArray[np.bool_]
 
@@ -25,67 +26,37 @@ class Liveness:
 
 def liveness(stage: Stage) -> Liveness:
     """The channels of a stage that are read, and those whose gradient is needed."""
-    values = {value for operation in stage.operations for value in (*_sources(operation), operation.y)}
-    values |= {*stage.inputs.values(), *stage.outputs.values()}
-    read = {value: np.zeros(value.size[0], np.bool_) for value in values}
-    varies = {value: np.zeros(value.size[0], np.bool_) for value in values}
-    for value in stage.outputs.values():
-        read[value][:] = True
-    for operation in reversed(stage.operations):
-        _spread(operation, read[operation.y], read)
-    for value in stage.inputs.values():
-        varies[value][:] = True
-    for operation in stage.operations:
-        varies[operation.y] |= _gathered(operation, varies)
-    needed = {value: read[value] & varies[value] for value in values}
-    for value in stage.inputs.values():
-        needed[value][:] = True
-    for operation in stage.operations:  # the backward pass copies these gradients, so all of them must be computed
-        if isinstance(operation, Product):
-            if operation.summand is not None:
-                needed[operation.y] |= needed[operation.summand]
-        else:
-            needed[operation.y] |= _gathered(operation, needed)
-    return Liveness(read, needed)
+    inputs, outputs, operations = {*stage.inputs.values()}, {*stage.outputs.values()}, stage.operations
+    values = inputs | outputs | {value for operation in operations for value in (*read(operation), operation.y)}
+    is_read = {value: np.full(value.size[0], value in outputs) for value in values}
+    varies = {value: np.full(value.size[0], value in inputs) for value in values}
+    for operation in reversed(operations):
+        for value, source, target in _links(operation):
+            is_read[value][source[is_read[operation.y][target]]] = True
+    for operation in operations:
+        for value, source, target in _links(operation):
+            varies[operation.y][target[varies[value][source]]] = True
+    needed = {value: is_read[value] & varies[value] | (value in inputs) for value in values}
+    for operation in operations:  # the backward pass copies these gradients, so all of them must be computed
+        links = _links(operation)
+        for value, source, target in links[1:] if isinstance(operation, Product) else links:
+            needed[operation.y][target[needed[value][source]]] = True
+    return Liveness(is_read, needed)
 
 
-def _sources(operation: Operation) -> list[Value]:
+def _links(operation: Operation) -> list[tuple[Value, Ints, Ints]]:
+    """For every value that is read: pairs of one of its channels and a channel that is computed from it."""
+    channels = np.arange(operation.y.size[0])
     if isinstance(operation, Concat):
-        return operation.xs
-    if isinstance(operation, Product) and operation.summand is not None:
-        return [operation.x, operation.summand]
-    return [operation.x]
-
-
-def _spread(operation: Operation, flags: Flags, to: dict[Value, Flags]) -> None:
-    """Propagate flags from an operation's output to its inputs."""
+        ends = np.cumsum([value.size[0] for value in operation.xs])
+        parts = np.split(channels, ends[:-1])
+        return [(value, part - part[0], part) for value, part in zip(operation.xs, parts, strict=True)]
     if isinstance(operation, Product):
-        to[operation.x][operation.taps.plane[flags[operation.taps.row]]] = True
-        if operation.summand is not None:
-            to[operation.summand][:] |= flags
-    elif isinstance(operation, Split):
-        to[operation.x][:] |= flags.reshape(math.prod(operation.stride), -1).any(0)
-    elif isinstance(operation, Flatten):
-        to[operation.x][:] |= flags.reshape(operation.x.size[0], -1).any(1)
-    elif isinstance(operation, Concat):
-        first = 0
-        for value in operation.xs:
-            to[value][:] |= flags[first : first + value.size[0]]
-            first += value.size[0]
-    else:
-        to[operation.x][:] |= flags
-
-
-def _gathered(operation: Operation, of: dict[Value, Flags]) -> Flags:
-    """The flags of an operation's output from those of its inputs."""
-    if isinstance(operation, Product):
-        flags = np.zeros(operation.y.size[0], np.bool_)
-        flags[operation.taps.row[of[operation.x][operation.taps.plane]]] = True
-        return flags if operation.summand is None else flags | of[operation.summand]
+        summands = [] if operation.summand is None else [(operation.summand, channels, channels)]
+        return [(operation.x, operation.taps.plane, operation.taps.row), *summands]
+    source = channels
     if isinstance(operation, Split):
-        return np.tile(of[operation.x], math.prod(operation.stride))
-    if isinstance(operation, Flatten):
-        return np.repeat(of[operation.x], math.prod(operation.x.size[1:]))
-    if isinstance(operation, Concat):
-        return np.concatenate([of[value] for value in operation.xs])
-    return of[operation.x]
+        before = np.arange(operation.x.size[0])
+        pixels = math.prod(operation.x.size[1:])
+        source = np.repeat(before, pixels) if operation.stride is None else np.resize(before, len(channels))
+    return [(operation.x, source, channels)]

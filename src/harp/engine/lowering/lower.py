@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from harp.engine.graph.nodes import Graph, Node
+from harp.engine.format.reader import Stored
+from harp.engine.graph.nodes import Graph, Node, reachable, readers
 from harp.engine.lowering import taps
-from harp.engine.lowering.taps import Floats, Taps
+from harp.engine.lowering.taps import Floats, Pair, Size, Taps, Window
 from harp.engine.native.bindings import CLAMP, CLIP, LEAKY, LINEAR, RELU
 
-Size = tuple[int, int, int]
+Names = tuple[str | None, str | None]  # of a weight and a bias
 _LARGEST_WINDOW = 255  # the position of the largest pixel in a window is stored in a byte
 
 
@@ -58,19 +59,14 @@ class Product:
 
 @dataclass(eq=False)
 class Split:
-    """The phases of an input: every phase of x, its pixels (i, j), (i + stride, j), ..., is a channel of y."""
+    """Pixels of x as channels of y. With a stride, a channel is a phase of x: its pixels (i, j), (i + stride, j), ...
+
+    Without one, every pixel of every channel is a channel.
+    """
 
     x: Value
     y: Value
-    stride: tuple[int, int]
-
-
-@dataclass(eq=False)
-class Flatten:
-    """Every pixel of every channel as a channel of its own."""
-
-    x: Value
-    y: Value
+    stride: Pair | None
 
 
 @dataclass(eq=False)
@@ -79,10 +75,10 @@ class MaxPool:
 
     x: Value
     y: Value
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
 
 
 @dataclass(eq=False)
@@ -93,7 +89,7 @@ class Concat:
     y: Value
 
 
-Operation = Product | Split | Flatten | MaxPool | Concat
+Operation = Product | Split | MaxPool | Concat
 
 
 @dataclass
@@ -103,6 +99,12 @@ class Stage:
     operations: list[Operation]
     inputs: dict[str, Value]
     outputs: dict[str, Value]
+
+    def uses(self) -> Counter[Value]:
+        """How often each value is read, by operations and outside."""
+        return Counter([value for operation in self.operations for value in read(operation)]) + Counter(
+            self.outputs.values()
+        )
 
 
 def read(operation: Operation) -> list[Value]:
@@ -115,27 +117,18 @@ def read(operation: Operation) -> list[Value]:
 
 def stages(graph: Graph, tensors: Mapping[str, Any]) -> list[Stage | Node]:
     """The parts of a graph: stages for the native code, and single nodes for torch."""
-    needed, shapes = _needed(graph), {node.name: node.shape for node in graph.nodes}
-    native = {node.name: node.name in needed and is_native(node, shapes) for node in graph.nodes}
-    parts: list[list[Node]] = []
-    for node in graph.nodes[1:]:
-        if node.name not in needed:
-            continue
-        if native[node.name] and parts and native[parts[-1][-1].name]:
-            parts[-1].append(node)
+    nodes, shapes = reachable(graph.nodes, graph.output)[1:], {node.name: node.shape for node in graph.nodes}
+    total = readers(nodes, graph.output)
+    parts: list[Stage | Node] = []
+    for native, group in itertools.groupby(nodes, lambda node: is_native(node, shapes)):
+        part = list(group)
+        if native:
+            inside = readers(part)
+            leaving = [node.name for node in part if total[node.name] > inside[node.name]]
+            parts.append(_Lowering(tensors, shapes).stage(part, leaving))
         else:
-            parts.append([node])
-    readers = Counter(name for node in graph.nodes if node.name in needed for name in node.inputs)
-    readers[graph.output] += 1
-    lowered: list[Stage | Node] = []
-    for part in parts:
-        if native[part[0].name]:
-            inside = Counter(name for node in part for name in node.inputs)
-            leaving = [node.name for node in part if readers[node.name] > inside[node.name]]
-            lowered.append(_Lowering(tensors, shapes).stage(part, leaving))
-        else:
-            lowered.append(part[0])
-    return lowered
+            parts += part
+    return parts
 
 
 def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -150,30 +143,25 @@ def is_native(node: Node, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return True
 
 
-def windows(node: Node, size: Sequence[int]) -> tuple[range, range]:
+def average_window(node: Node, size: Sequence[int]) -> tuple[range, range]:
     """The rows and columns of an average's window that are inside an image of this size for any of its windows."""
-    ranges = []
+    if node.op == "mean":
+        return range(size[1]), range(size[2])
     keys = ("kernel", "stride", "padding")
     axes = zip(size[1:], node.shape[1:], *(node.attributes[key] for key in keys), strict=True)
-    for input_length, output_length, kernel, stride, padding in axes:
-        ranges.append(range(max(0, padding - (output_length - 1) * stride), min(kernel, input_length + padding)))
-    return ranges[0], ranges[1]
-
-
-def _needed(graph: Graph) -> set[str]:
-    needed = {graph.output, graph.nodes[0].name}
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(node.inputs)
-    return needed
+    tall, wide = (
+        range(max(0, padding - (outputs - 1) * stride), min(kernel, inputs + padding))
+        for inputs, outputs, kernel, stride, padding in axes
+    )
+    return tall, wide
 
 
 def _size(shape: Sequence[int]) -> Size:
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], 1, 1)
 
 
-def _pair(numbers: Sequence[int]) -> tuple[int, int]:
-    return numbers[0], numbers[1]
+def _pairs(node: Node, *keys: str) -> list[Pair]:
+    return [(node.attributes[key][0], node.attributes[key][1]) for key in keys]
 
 
 class _Lowering:
@@ -188,16 +176,14 @@ class _Lowering:
         self.inputs: dict[str, Value] = {}
         self.waiting: Counter[Value] = Counter()  # how many reads of a value are left, under all its names
         self.taken: set[Value] = set()  # values that an operation reads
-        self.derived: dict[tuple[Value, tuple[int, int]], Split] = {}
-        self.flat: dict[Value, Value] = {}
+        self.splits: dict[tuple[Value, Pair | None], Value] = {}
 
     def stage(self, nodes: list[Node], leaving: list[str]) -> Stage:
         """The stage of some nodes; the results of those in `leaving` are read outside."""
-        self.readers = Counter(name for node in nodes for name in node.inputs)
-        self.readers.update(leaving)
+        self.readers = readers(nodes, *leaving)
         for node in nodes:
             inputs = [self._value(name) for name in node.inputs]
-            self._name(node.name, getattr(self, f"_{node.op}")(node, inputs))
+            self._name(node.name, getattr(self, f"_{node.op}")(node, *inputs))
             self.waiting.subtract(inputs)
         return Stage(list(self.operations.values()), self.inputs, {name: self.values[name] for name in leaving})
 
@@ -205,12 +191,13 @@ class _Lowering:
         self.values[name] = value
         self.waiting[value] += self.readers[name]
 
-    def _put(self, operation: Operation) -> None:
+    def _put(self, operation: Operation) -> Value:
         """Put an operation after all others."""
         self.operations.pop(operation.y, None)
         self.operations[operation.y] = operation
         self.places[operation.y] = next(self.numbers)
         self.taken.update(read(operation))
+        return operation.y
 
     def _value(self, name: str) -> Value:
         if name not in self.values:
@@ -218,141 +205,77 @@ class _Lowering:
             self._name(name, self.inputs[name])
         return self.values[name]
 
-    def _array(self, node: Node, role: str) -> Floats | None:
-        if role not in node.tensors:
-            return None
-        tensor = self.tensors[node.tensors[role]]
-        if isinstance(tensor, tuple):
-            full = np.zeros(math.prod(tensor[0]), np.float32)
-            full[slice(None) if tensor[1] is None else tensor[1]] = tensor[2]
-            return full
-        return np.ascontiguousarray(tensor, np.float32)
-
     def _product(
-        self, x: Value, size: Size, product_taps: Taps, node: Node | None = None, summand: Value | None = None
+        self, x: Value, size: Size, product_taps: Taps, names: Names = (None, None), summand: Value | None = None
     ) -> Value:
-        y = Value(size)
-        bias = None if node is None else self._array(node, "bias")
-        names = {} if node is None else node.tensors
-        self._put(Product(x, y, product_taps, bias, summand, names.get("weight"), names.get("bias")))
-        return y
+        weight, bias = names
+        bias_values = None if bias is None else taps.dense(self.tensors[bias])
+        return self._put(Product(x, Value(size), product_taps, bias_values, summand, weight, bias))
 
-    def _flattened(self, x: Value) -> Value:
-        if x.size[1:] == (1, 1):
-            return x
-        if x not in self.flat:
-            self.flat[x] = Value((math.prod(x.size), 1, 1))
-            self._put(Flatten(x, self.flat[x]))
-        return self.flat[x]
+    def _split(self, x: Value, size: Size, stride: Pair | None) -> Value:
+        if (x, stride) not in self.splits:
+            self.splits[x, stride] = self._put(Split(x, Value(size), stride))
+        return self.splits[x, stride]
 
-    def _convolved(
-        self,
-        x: Value,
-        size: Size,
-        weight: taps.Weight,
-        node: Node | None,
-        *,
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-        groups: int,
-    ) -> Value:
+    def _convolved(self, x: Value, size: Size, kernel: Stored, window: Window, names: Names = (None, None)) -> Value:
         """A convolution: over the flattened input if the output is one pixel, over phases if there is a stride."""
         if size[1:] == (1, 1) and x.size[1:] != (1, 1):
-            product_taps = taps.whole(weight, x.size, padding, dilation, groups)
-            return self._product(self._flattened(x), size, product_taps, node)
-        product_taps = taps.convolution(weight, x.size, stride, padding, dilation, groups)
-        if stride != (1, 1):
-            split = self._split(x, stride)
-            x = split.y
-        return self._product(x, size, product_taps, node)
-
-    def _split(self, x: Value, stride: tuple[int, int]) -> Split:
-        if (x, stride) not in self.derived:
+            return self._product(self._flatten(None, x), size, taps.whole(kernel, x.size, window), names)
+        product_taps, (down, right) = taps.convolution(kernel, x.size, window), window.stride
+        if window.stride != (1, 1):
             channels, height, width = x.size
-            size = (channels * math.prod(stride), -(-height // stride[0]), -(-width // stride[1]))
-            split = self.derived[x, stride] = Split(x, Value(size), stride)
-            self._put(split)
-        return self.derived[x, stride]
+            x = self._split(x, (channels * down * right, -(-height // down), -(-width // right)), window.stride)
+        return self._product(x, size, product_taps, names)
 
-    def _conv(self, node: Node, inputs: list[Value]) -> Value:
-        stride, padding, dilation = (_pair(node.attributes[key]) for key in ("stride", "padding", "dilation"))
-        weight = taps.weight_of(self.tensors[node.tensors["weight"]])
-        return self._convolved(
-            inputs[0],
-            _size(node.shape),
-            weight,
-            node,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=node.attributes["groups"],
-        )
+    def _conv(self, node: Node, x: Value) -> Value:
+        name = node.tensors["weight"]
+        weight = taps.sparse(self.tensors[name])
+        if node.op == "linear":
+            weight, window = weight._replace(shape=(*weight.shape, 1, 1)), Window()
+        else:
+            stride, padding, dilation = _pairs(node, "stride", "padding", "dilation")
+            window = Window(stride, padding, dilation, node.attributes["groups"])
+        return self._convolved(x, _size(node.shape), weight, window, (name, node.tensors.get("bias")))
 
-    def _linear(self, node: Node, inputs: list[Value]) -> Value:
-        weight = taps.weight_of(self.tensors[node.tensors["weight"]])
-        return self._product(inputs[0], _size(node.shape), taps.linear(weight), node)
+    _linear = _conv
 
-    def _affine(self, node: Node, inputs: list[Value]) -> Value:
-        scale, shift = self._array(node, "scale"), self._array(node, "shift")
-        assert scale is not None
-        y = self._product(inputs[0], _size(node.shape), taps.diagonal(scale))
-        product = self.operations[y]
-        assert isinstance(product, Product)
-        product.bias, product.weight, product.bias_name = shift, node.tensors["scale"], node.tensors["shift"]
-        return y
+    def _affine(self, node: Node, x: Value) -> Value:
+        scale, shift = node.tensors["scale"], node.tensors["shift"]
+        return self._product(x, x.size, taps.diagonal(taps.dense(self.tensors[scale])), (scale, shift))
 
-    def _avgpool(self, node: Node, inputs: list[Value]) -> Value:
-        channels, size = inputs[0].size[0], _size(node.shape)
-        kernel, stride, padding = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding"))
-        tall, wide = windows(node, inputs[0].size)
-        weight = taps.average(channels, kernel, (len(tall), len(wide)))
+    def _avgpool(self, node: Node, x: Value) -> Value:
+        kernel, stride, padding = _pairs(node, "kernel", "stride", "padding")
+        tall, wide = average_window(node, x.size)
+        weight = taps.average(x.size[0], kernel, (len(tall), len(wide)))
         padding = padding[0] - tall.start, padding[1] - wide.start
-        return self._convolved(
-            inputs[0], size, weight, None, stride=stride, padding=padding, dilation=(1, 1), groups=channels
-        )
+        return self._convolved(x, _size(node.shape), weight, Window(stride, padding, groups=x.size[0]))
 
-    def _mean(self, node: Node, inputs: list[Value]) -> Value:
-        channels, *kernel = inputs[0].size
-        if kernel == [1, 1]:
-            return inputs[0]
-        weight = taps.average(channels, _pair(kernel))
-        return self._convolved(
-            inputs[0],
-            (channels, 1, 1),
-            weight,
-            None,
-            stride=(1, 1),
-            padding=(0, 0),
-            dilation=(1, 1),
-            groups=channels,
-        )
+    def _mean(self, node: Node, x: Value) -> Value:
+        channels, height, width = x.size
+        if height == width == 1:
+            return x
+        weight = taps.average(channels, (height, width), (height, width))
+        return self._convolved(x, (channels, 1, 1), weight, Window(groups=channels))
 
-    def _maxpool(self, node: Node, inputs: list[Value]) -> Value:
-        y = Value(_size(node.shape))
-        window = (_pair(node.attributes[key]) for key in ("kernel", "stride", "padding", "dilation"))
-        self._put(MaxPool(inputs[0], y, *window))
-        return y
+    def _maxpool(self, node: Node, x: Value) -> Value:
+        window = _pairs(node, "kernel", "stride", "padding", "dilation")
+        return self._put(MaxPool(x, Value(_size(node.shape)), *window))
 
-    def _flatten(self, node: Node, inputs: list[Value]) -> Value:
-        return self._flattened(inputs[0])
+    def _flatten(self, _: Node | None, x: Value) -> Value:
+        return x if x.size[1:] == (1, 1) else self._split(x, (math.prod(x.size), 1, 1), None)
 
-    def _concat(self, node: Node, inputs: list[Value]) -> Value:
-        y = Value(_size(node.shape))
-        self._put(Concat(inputs, y))
-        return y
+    def _concat(self, node: Node, *inputs: Value) -> Value:
+        return self._put(Concat(list(inputs), Value(_size(node.shape))))
 
-    def _add(self, node: Node, inputs: list[Value]) -> Value:
+    def _add(self, _: Node, first: Value, second: Value) -> Value:
         open_products = [
-            product for value in inputs if (product := self._open_product(value)) and product.summand is None
+            product for value in (first, second) if (product := self._open_product(value)) and product.summand is None
         ]
-        if open_products:
-            target = max(open_products, key=lambda product: self.places[product.y])
-            target.summand = inputs[0] if target.y is inputs[1] else inputs[1]
-            self._put(target)  # nothing reads it yet, so it can be moved behind the summand
-            return target.y
-        first, second = inputs
-        return self._product(first, first.size, taps.identity(first.size[0]), summand=second)
+        if not open_products:
+            return self._product(first, first.size, taps.identity(first.size[0]), summand=second)
+        target = max(open_products, key=lambda product: self.places[product.y])
+        target.summand = first if target.y is second else second
+        return self._put(target)  # nothing reads it yet, so it can be moved behind the summand
 
     def _open_product(self, value: Value) -> Product | None:
         """The product that computes a value, if it can still change: the current node is its only reader."""
@@ -361,20 +284,18 @@ class _Lowering:
         operation = self.operations.get(value)
         return operation if isinstance(operation, Product) else None
 
-    def _activated(self, inputs: list[Value], activation: Activation) -> Value:
-        (x,) = inputs
+    def _activated(self, x: Value, *activation: Any) -> Value:
         if self._open_product(x) is None:
             x = self._product(x, x.size, taps.identity(x.size[0]))
-        x.activation = activation
+        x.activation = Activation(*activation)
         return x
 
-    def _relu(self, node: Node, inputs: list[Value]) -> Value:
-        return self._activated(inputs, Activation(RELU))
+    def _relu(self, _: Node, x: Value) -> Value:
+        return self._activated(x, RELU)
 
-    def _leaky(self, node: Node, inputs: list[Value]) -> Value:
-        return self._activated(inputs, Activation(LEAKY, node.attributes["slope"]))
+    def _leaky(self, node: Node, x: Value) -> Value:
+        return self._activated(x, LEAKY, node.attributes["slope"])
 
-    def _clip(self, node: Node, inputs: list[Value]) -> Value:
+    def _clip(self, node: Node, x: Value) -> Value:
         has = node.attributes
-        kind = CLAMP if has["inclusive"] else CLIP
-        return self._activated(inputs, Activation(kind, has["low"], has["high"]))
+        return self._activated(x, CLAMP if has["inclusive"] else CLIP, has["low"], has["high"])

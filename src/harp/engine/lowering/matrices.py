@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from harp.engine.lowering.planes import Plane
+from harp.engine.lowering.memory import Plane
 from harp.engine.lowering.taps import Floats, Taps
 
 Widest = Sequence[int]

@@ -1,20 +1,21 @@
 """Builds programs of the native code: the operations of a stage one after the other, forward and backward.
 
-In the backward pass, every product is a product with the transposed taps.
+In the backward pass, every product is a product with the transposed taps. A value's gradient is a sum over the
+operations that read the value. Each of them adds the sum so far in the same step, and the last one also applies the
+mask of the activation.
 """
 
 import ctypes
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from harp.engine.lowering.gradients import Gradients
 from harp.engine.lowering.liveness import liveness
-from harp.engine.lowering.lower import Concat, Flatten, MaxPool, Operation, Product, Split, Stage, Value, read
+from harp.engine.lowering.lower import Activation, Concat, MaxPool, Operation, Product, Split, Stage, Value
 from harp.engine.lowering.memory import Arena, Region
 from harp.engine.lowering.steps import Steps
 from harp.engine.native import bindings
@@ -23,6 +24,8 @@ from harp.engine.native import bindings
 # other, which takes time.
 WORTH = 1e8
 
+Kind = Literal["forward", "backward", "weights", "weights and input"]
+
 
 @dataclass
 class Code:
@@ -30,107 +33,89 @@ class Code:
 
     program: bindings.Program
     steps: list[bindings.Step]
-    alive: list[Any] = field(default_factory=list)
+    alive: list[Any]
 
 
 class Builder:
-    """Builds the programs of one stage for groups of `lanes` images, with one arena for both directions."""
+    """Builds the programs of one stage for groups of `lanes` images, with one arena for all of them.
 
-    def __init__(self, stage: Stage, lanes: int, kernels: bindings.Kernels, *, keep: bool) -> None:
-        self.stage, self.keep = stage, keep
+    "forward" is one program; "backward" are two, the forward pass with what has to be kept, and the backward pass.
+    "weights" computes the gradients of the weights of the stage's only product from the gradient of the output and,
+    once more, the input; "weights and input" also the gradient of the input.
+    """
+
+    def __init__(self, stage: Stage, lanes: int, kernels: bindings.Kernels, threads: int, kind: Kind) -> None:
+        self.stage, self.keep = stage, kind == "backward"
         self.arena = Arena(stage, lanes, kernels)
         self.live = liveness(stage)
-        self.learned = np.zeros(0, np.int64)  # the position of the gradient of each tap's weight
-        self._programs: list[Steps] = []
+        self.weight_slots = np.zeros(0, np.int64)  # the position of the gradient of each tap's weight
+        inputs, outputs = (
+            lanes * sum(math.prod(value.size) for value in values.values()) for values in (stage.inputs, stage.outputs)
+        )
+        if kind in ("forward", "backward"):
+            programs = [(self._forward(), (inputs, 0, outputs))]
+            programs += [(self._backward(), (outputs, 0, inputs))] if self.keep else []
+        else:
+            input_gradient = kind == "weights and input"
+            programs = [(self._weights(input_gradient), (outputs, inputs, inputs if input_gradient else 0))]
+        memory = self.arena.memory(threads)
+        self._steps = [steps for steps, _ in programs]
+        self.codes = [self._code(steps, memory, sizes) for steps, sizes in programs]
 
     def refill(self) -> None:
         """Copy the current weights and biases of the products."""
-        for steps in self._programs:
+        for steps in self._steps:
             steps.refill()
 
-    def forward(self) -> Steps:
-        """The steps from the inputs to the outputs."""
-        stage, arena, steps = self.stage, self.arena, self._steps()
-        uses = Counter(value for operation in stage.operations for value in read(operation))
-        uses.update(stage.outputs.values())
-        regions = {value: arena.region(value, uses[value]) for value in stage.inputs.values()}
-        for value, offset, record in _records(stage.inputs.values()):
+    def _forward(self) -> Steps:
+        steps, regions = Steps(self.arena, self.live), self.arena.input_regions()
+        for value, offset, record in _records(self.stage.inputs.values()):
             steps.outside(bindings.PACK, regions[value], value, offset, record)
-        for operation in stage.operations:
-            target = regions[operation.y] = arena.region(operation.y, uses[operation.y], operation)
-            self._compute(operation, target, regions, steps)
-            for value in read(operation):
-                arena.release(regions[value])
-            if uses[operation.y] == 0:
-                arena.release(target, 0)
-        for value, offset, record in _records(stage.outputs.values()):
+        for operation in self.arena.operations(regions):
+            self._compute(operation, regions, steps)
+        for value, offset, record in _records(self.stage.outputs.values()):
             steps.outside(bindings.UNPACK, regions[value], value, offset, record)
-            arena.release(regions[value])
+            self.arena.release(regions[value])
         return steps
 
-    def backward(self) -> Steps:
-        """The steps from the outputs' gradients to the inputs' gradients; call `forward` first."""
-        arena, steps = self.arena, self._steps()
-        gradients = Gradients(self.stage, steps)
+    def _backward(self) -> Steps:
+        steps = Steps(self.arena, self.live)
+        gradients = _Gradients(self.stage, steps)
         for value, offset, record in _records(self.stage.outputs.values()):
-            region = arena.region(value, 1)
+            region = self.arena.region(value)
             steps.outside(bindings.PACK, region, value, offset, record)
             gradients.give(value, region)
-        for operation in reversed(self.stage.operations):
-            gradient = gradients.take(operation.y)
-            if gradient is not None:
-                self._compute_back(operation, gradient, gradients)
-                arena.release(gradient)
-        for value, offset, record in _records(self.stage.inputs.values()):
-            gradient = gradients.take(value)
-            assert gradient is not None
-            steps.outside(bindings.UNPACK, gradient, value, offset, record)
-            arena.release(gradient)
+        gradients.propagate()
         return steps
 
-    def learning(self, *, input_gradient: bool) -> Steps:
-        """The steps from the gradient of one product's output to that of its weights, and of its input if asked for.
-
-        The program gets the input of the forward pass again.
-        """
-        arena, steps = self.arena, self._steps()
+    def _weights(self, input_gradient: bool) -> Steps:
+        arena, steps = self.arena, Steps(self.arena, self.live)
         (product,) = (operation for operation in self.stage.operations if isinstance(operation, Product))
         (x_value,), (y_value,) = self.stage.inputs.values(), self.stage.outputs.values()
-        regions = {x_value: arena.region(x_value, 1)}
+        regions = {x_value: arena.region(x_value)}
         steps.outside(bindings.PACK, regions[x_value], x_value, 0, math.prod(x_value.size), more=True)
         for operation in self.stage.operations:
             if operation is not product:
-                regions[operation.y] = arena.region(operation.y, 1, operation)
-                self._compute(operation, regions[operation.y], regions, steps)
-        y = arena.region(y_value, 1)
+                regions[operation.y] = arena.region(operation.y, operation=operation)
+                self._compute(operation, regions, steps)
+        y = arena.region(y_value)
         steps.outside(bindings.PACK, y, y_value, 0, math.prod(y_value.size))
-        self.learned = steps.weigh(product, regions[product.x], y)
+        self.weight_slots = steps.weigh(product, regions[product.x], y)
         if input_gradient:
-            gradients = Gradients(self.stage, steps)
+            gradients = _Gradients(self.stage, steps)
             gradients.give(y_value, y)
-            for operation in reversed(self.stage.operations):
-                gradient = gradients.take(operation.y)
-                assert gradient is not None
-                self._compute_back(operation, gradient, gradients)
-            gradient = gradients.take(x_value)
-            assert gradient is not None
-            steps.outside(bindings.UNPACK, gradient, x_value, 0, math.prod(x_value.size))
+            gradients.propagate()
         return steps
 
-    def _steps(self) -> Steps:
-        self._programs.append(Steps(self.arena, self.live))
-        return self._programs[-1]
-
-    def _compute(self, operation: Operation, target: Region, regions: dict[Value, Region], steps: Steps) -> None:
+    def _compute(self, operation: Operation, regions: dict[Value, Region], steps: Steps) -> None:
+        target = regions[operation.y]
         if isinstance(operation, Product):
             summand = None if operation.summand is None else regions[operation.summand]
             activation = operation.y.activation
             mask = bindings.WRITE_MASK if self.keep and activation.kind != bindings.LINEAR else bindings.NO_MASK
             steps.multiply(operation, regions[operation.x], target, summand, activation, mask)
         elif isinstance(operation, Split):
-            steps.split(operation, regions[operation.x], target, self.live.read[operation.y])
-        elif isinstance(operation, Flatten):
-            steps.flatten(operation, regions[operation.x], target, self.live.read[operation.x])
+            steps.split(operation, regions[operation.x], target)
         elif isinstance(operation, MaxPool):
             steps.pool(operation, regions[operation.x], target, keep=self.keep)
         else:
@@ -140,27 +125,109 @@ class Builder:
                 steps.copy(flags, regions[value], target.part(first))
                 first += value.size[0]
 
-    def _compute_back(self, operation: Operation, gradient: Region, gradients: Gradients) -> None:
+    def _code(self, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
+        """Steps as a program; `sizes` are the floats of a group's input, further input, and output."""
+        arena, native_steps = self.arena, steps.steps
+        array = (bindings.Step * max(1, len(native_steps)))(*native_steps)
+        program = bindings.Program(
+            steps=ctypes.cast(array, ctypes.POINTER(bindings.Step)),
+            count=len(native_steps),
+            lanes=arena.lanes,
+            arena=memory[0],
+            arena_size=arena.size,
+            together=arena.together,
+            scratch=memory[1],
+            scratch_size=arena.scratch,
+            worth=steps.work >= WORTH,
+            input=sizes[0],
+            more=sizes[1],
+            output=sizes[2],
+            kept=arena.kept,
+        )
+        return Code(program, native_steps, [array, *arena.alive])
+
+
+class _Gradients:
+    """The partial gradients of every value so far; adds the steps that sum them."""
+
+    def __init__(self, stage: Stage, steps: Steps) -> None:
+        self.stage, self.steps, self.arena = stage, steps, steps.arena
+        self._parts: dict[Value, list[Region]] = defaultdict(list)
+        self._masked: set[Value] = set()
+        self._left = stage.uses()
+
+    def give(self, value: Value, region: Region) -> None:
+        """Add a partial gradient."""
+        self._left[value] -= 1
+        self._parts[value].append(region)
+
+    def propagate(self) -> None:
+        """Add the steps from the gradients of the outputs to those of the inputs."""
+        for operation in reversed(self.stage.operations):
+            if (gradient := self._take(operation.y)) is not None:
+                self._compute(operation, gradient)
+                self.arena.release(gradient)
+        for value, offset, record in _records(self.stage.inputs.values()):
+            gradient = self._take(value)
+            assert gradient is not None
+            self.steps.outside(bindings.UNPACK, gradient, value, offset, record)
+            self.arena.release(gradient)
+
+    def _compute(self, operation: Operation, gradient: Region) -> None:
         if isinstance(operation, Product):
             if operation.summand is not None:
-                gradients.share(operation.summand, gradient)
-            gradients.add_product(operation, gradient)
+                self._share(operation.summand, gradient)
+            self._add_product(operation, gradient)
         elif isinstance(operation, Concat):
             first = 0
             for value in operation.xs:
-                gradients.share(value, gradient.part(first))
+                self._share(value, gradient.part(first))
                 first += value.size[0]
         else:
-            steps, target = gradients.steps, self.arena.region(operation.x, 1)
-            needed = self.live.needed[operation.x]
+            target = self.arena.region(operation.x)
             if isinstance(operation, Split):
-                wanted = np.tile(needed, math.prod(operation.stride))
-                steps.split(operation, target, gradient, wanted, back=True)
-            elif isinstance(operation, Flatten):
-                steps.flatten(operation, target, gradient, needed, back=True)
+                self.steps.split(operation, target, gradient, back=True)
             else:
-                steps.pool_back(operation, gradient, target)
-            gradients.give(operation.x, target)
+                self.steps.pool_back(operation, gradient, target)
+            self.give(operation.x, target)
+
+    def _share(self, value: Value, region: Region) -> None:
+        """Add a partial gradient whose region another value uses too."""
+        region.whole.needed += 1
+        self.give(value, region)
+
+    def _add_product(self, product: Product, gradient: Region) -> None:
+        """Add a product's gradient: transposed taps, the sum so far, and the mask if this is the last part."""
+        value = product.x
+        self._left[value] -= 1
+        parts = self._parts[value]
+        summand = parts.pop() if parts else None
+        target, activation, mask = self.arena.region(value), Activation(), bindings.NO_MASK
+        if self._left[value] == 0 and not parts and value.activation.kind != bindings.LINEAR:
+            activation, mask = value.activation, bindings.APPLY_MASK
+            self._masked.add(value)
+        self.steps.multiply(product, gradient, target, summand, activation, mask, back=True)
+        if summand is not None:
+            self.arena.release(summand)
+        parts.append(target)
+
+    def _take(self, value: Value) -> Region | None:
+        """The complete gradient of a value, None if it has none."""
+        parts = self._parts.pop(value, [])
+        if not parts:
+            return None
+        while len(parts) > 1 or (value.activation.kind != bindings.LINEAR and value not in self._masked):
+            first, second = parts.pop(), parts.pop() if parts else None
+            target = self.arena.region(value)
+            last = not parts
+            self.steps.copy(self.steps.live.needed[value], first, target, second, value if last else None)
+            for region in (first, second):
+                if region is not None:
+                    self.arena.release(region)
+            if last:
+                self._masked.add(value)
+            parts.append(target)
+        return parts[0]
 
 
 def _records(values: Iterable[Value]) -> Iterable[tuple[Value, int, int]]:
@@ -170,25 +237,3 @@ def _records(values: Iterable[Value]) -> Iterable[tuple[Value, int, int]]:
     for value in values:
         yield value, offset, record
         offset += math.prod(value.size)
-
-
-def finished(arena: Arena, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
-    """Steps as a program over an arena; `sizes` are the floats of a group's input, further input, and output."""
-    native_steps = steps.steps
-    array = (bindings.Step * max(1, len(native_steps)))(*native_steps)
-    program = bindings.Program(
-        steps=ctypes.cast(array, ctypes.POINTER(bindings.Step)),
-        count=len(native_steps),
-        lanes=arena.lanes,
-        arena=memory[0],
-        arena_size=arena.size,
-        together=arena.together,
-        scratch=memory[1],
-        scratch_size=arena.scratch,
-        worth=steps.work >= WORTH,
-        input=sizes[0],
-        more=sizes[1],
-        output=sizes[2],
-        kept=arena.kept,
-    )
-    return Code(program, native_steps, [array, *arena.alive])

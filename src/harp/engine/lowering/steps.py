@@ -1,20 +1,17 @@
 """Builds single steps of the native code: products and their matrices, pooling, moves of numbers."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from harp.engine.lowering import kernel_choice, taps
-from harp.engine.lowering.kernel_choice import Dense
+from harp.engine.lowering import dense, taps
 from harp.engine.lowering.liveness import Flags, Liveness
-from harp.engine.lowering.lower import Activation, Flatten, MaxPool, Product, Split, Value
+from harp.engine.lowering.lower import Activation, MaxPool, Product, Split, Value
 from harp.engine.lowering.matrices import Matrix, matrices, matrix_of
-from harp.engine.lowering.memory import Arena, Region
-from harp.engine.lowering.planes import Plane
-from harp.engine.lowering.taps import Floats
+from harp.engine.lowering.memory import Arena, Plane, Region
+from harp.engine.lowering.taps import Floats, Ints
 from harp.engine.native import bindings
 
 Places = npt.NDArray[np.int32]
@@ -28,7 +25,7 @@ class Steps:
         self.steps: list[bindings.Step] = []
         self.work = 0
         # What `refill` updates: which taps of a product are in a matrix, and which of its rows in a bias.
-        self._matrices: list[tuple[Product, npt.NDArray[np.int64] | None, Matrix | Dense]] = []
+        self._matrices: list[tuple[Product, Ints | None, Matrix | dense.Tiles | dense.Panels]] = []
         self._biases: list[tuple[Product, Places, Floats]] = []
 
     def refill(self) -> None:
@@ -63,34 +60,25 @@ class Steps:
         if back:  # gradients that are not needed are not computed, so they must not be read
             alive &= self.live.needed[product.y][all_taps.plane]
         place = np.flatnonzero(rows).astype(np.int32)
-        chosen = None if rows.all() and alive.all() else np.flatnonzero(alive)
-        if chosen is None:
-            needed_taps = all_taps
-        else:
-            needed_taps = replace(
-                all_taps.chosen(chosen), rows=len(place), row=(np.cumsum(rows) - 1)[all_taps.row[chosen]]
-            )
-        pieces: list[tuple[int, Matrix | Dense, npt.NDArray[np.int64] | None]] = []
-        dense = kernel_choice.dense(needed_taps, x.plane, y.plane)
-        if dense is not None:
-            pieces.append((0, dense, None))
-        else:
-            pieces += matrices(needed_taps, x.plane, self.arena.widest)
-        for first, matrix, piece_taps in pieces:
+        needed_taps, chosen = all_taps, None
+        if not (rows.all() and alive.all()):
+            chosen = np.flatnonzero(alive)
+            row = (np.cumsum(rows) - 1)[all_taps.row[chosen]]
+            needed_taps = replace(all_taps.chosen(chosen), rows=len(place), row=row)
+        whole = dense.dense(needed_taps, x.plane, y.plane)
+        for first, matrix, piece in [(0, whole, None)] if whole else matrices(needed_taps, x.plane, self.arena.widest):
             if isinstance(matrix, Matrix):
                 part = place[first : first + matrix.rows * matrix.block]
-                steps = self._product(matrix, part, x, y, summand)
-                begin, end = steps[0], steps[-1]
+                begin, end = self._product(matrix, part, x, y)
             else:
                 part = place
-                begin, end = self._dense(matrix, part, x, y, summand)
+                begin, end = self._dense(matrix, part, x, y)
             if not back and product.bias is not None:
                 begin.bias = self.arena.array(bias := np.ascontiguousarray(product.bias[part]))
                 self._biases.append((product, part, bias))
-            self._finish(end, activation, mask, product.x if back else product.y)
-            if piece_taps is not None and chosen is not None:
-                piece_taps = chosen[piece_taps]
-            self._matrices.append((product, chosen if piece_taps is None else piece_taps, matrix))
+            self._finish(end, summand, activation, mask, product.x if back else product.y)
+            which = chosen if piece is None else piece if chosen is None else chosen[piece]
+            self._matrices.append((product, which, matrix))
 
     def copy(
         self, rows: Flags, x: Region, y: Region, summand: Region | None = None, value: Value | None = None
@@ -102,37 +90,51 @@ class Steps:
         copies = replace(taps.identity(len(place)), planes=len(rows), plane=place.astype(np.int64))
         for first, matrix, _ in matrices(copies, x.plane, self.arena.widest):
             part = place[first : first + matrix.rows * matrix.block]
-            self._finish(self._product(matrix, part, x, y, summand)[-1], activation, mask, value)
+            self._finish(self._product(matrix, part, x, y)[1], summand, activation, mask, value)
 
     def pool(self, pool: MaxPool, x: Region, y: Region, *, keep: bool) -> None:
         """Add a max pooling; with `keep`, the position of each largest number is kept for the backward pass."""
         step = self._add(bindings.MAXPOOL, x, y, np.flatnonzero(self.live.read[pool.y]))
         step.size[:] = _window(pool, y.plane, x.plane)
         if keep:
-            step.mask, step.kept = bindings.WRITE_MASK, self.arena.largest(pool)
+            step.mask, step.kept = bindings.WRITE_MASK, self.arena.mask(pool)[0]
 
     def pool_back(self, pool: MaxPool, gradient: Region, target: Region) -> None:
         """Add the gradient of a max pooling."""
         needed, read = self.live.needed[pool.x], self.live.read[pool.y]
-        self._clear(needed & ~read, target)  # the forward pass did not compute channels that are not read
+        # The forward pass did not compute channels that are not read: their gradient is zero.
+        place = np.flatnonzero(needed & ~read).astype(np.int32)
+        no_taps = replace(taps.identity(len(place)).chosen(np.zeros(0, np.int64)), planes=len(needed))
+        for _, matrix, _ in matrices(no_taps, target.plane, self.arena.widest):
+            self._product(matrix, place, target, target)
         step = self._add(bindings.MAXPOOL_BACK, gradient, target, np.flatnonzero(needed & read))
         step.size[:] = _window(pool, gradient.plane, target.plane)
-        step.kept = self.arena.largest(pool)
+        step.kept = self.arena.mask(pool)[0]
 
-    def split(self, split: Split, whole: Region, parts: Region, wanted: Flags, *, back: bool = False) -> None:
-        """Copy the wanted channels of all phases out of the whole, or back into it."""
-        for phase in np.flatnonzero(wanted.reshape(math.prod(split.stride), -1).any(1)).tolist():
-            self._phase(split, phase, whole, parts, wanted, back=back)
+    def split(self, split: Split, whole: Region, parts: Region, *, back: bool = False) -> None:
+        """Copy pixels of the wanted channels to channels of their own, or back."""
+        (channels, height, width), lanes = split.x.size, self.arena.lanes
+        wanted = (self.live.needed if back else self.live.read)[split.y]
+        if split.stride is None:
+            rows, lines = np.flatnonzero(wanted.reshape(channels, -1).any(1)), np.arange(height)
+            starts = lines * whole.plane.pitch * lanes, lines * width * parts.plane.size
+            step = self._move(whole, parts, rows, starts, (width, lanes, parts.plane.size), back)
+            if back:
+                step.xplane *= height * width
+            else:
+                step.yplane *= height * width
+            return
+        down, right = split.stride
+        phases = wanted.reshape(-1, channels)
+        for phase in np.flatnonzero(phases.any(1)).tolist():
+            top, left = divmod(phase, right)
+            columns, lines = -(-(width - left) // right), np.arange(max(0, -(-(height - top) // down)))
+            if len(lines) and columns > 0:
+                starts = ((lines * down + top) * whole.plane.pitch + left) * lanes, lines * parts.plane.pitch * lanes
+                part, rows = parts.part(phase * channels), np.flatnonzero(phases[phase])
+                self._move(whole, part, rows, starts, (columns, right * lanes, lanes), back)
 
-    def flatten(self, flatten: Flatten, whole: Region, flat: Region, wanted: Flags, *, back: bool = False) -> None:
-        """Copy the pixels of the wanted channels to channels of their own, or back."""
-        _, height, width = flatten.x.size
-        lines, lanes = np.arange(height), self.arena.lanes
-        starts = lines * whole.plane.pitch * lanes, lines * width * flat.plane.size
-        distances = lanes, flat.plane.size
-        self._move(whole, flat, np.flatnonzero(wanted), starts, width, distances, back=back, group=height * width)
-
-    def weigh(self, product: Product, x: Region, y: Region) -> npt.NDArray[np.int64]:
+    def weigh(self, product: Product, x: Region, y: Region) -> Ints:
         """Add the gradients of the weights, from the input and the output's gradient; the position of each tap's."""
         arena = self.arena
         matrix = matrix_of(product.taps, range(product.taps.rows), 1, x.plane, arena.widest)
@@ -165,10 +167,8 @@ class Steps:
         zeros = plane.zeros()
         step.zeros, step.zero = len(zeros), self.arena.array(zeros)
 
-    def _product(
-        self, matrix: Matrix, place: Places, x: Region, y: Region, summand: Region | None
-    ) -> list[bindings.Step]:
-        """The steps of a matrix, one for each of its parts; the last one adds the summand and the activation."""
+    def _product(self, matrix: Matrix, place: Places, x: Region, y: Region) -> tuple[bindings.Step, bindings.Step]:
+        """Add the steps of a matrix, one for each of its parts; the first and the last of them."""
         arena = self.arena
         runs = y.plane.runs(arena.widest[matrix.block - 1])
         bounds, tap, weight = map(arena.array, (matrix.bounds, matrix.tap, matrix.weight))
@@ -183,14 +183,12 @@ class Steps:
             step.goes_on = part > 0
             steps.append(step)
         self._tidy(steps[-1], y.plane)
-        if summand is not None:
-            steps[-1].r = summand.first
-        return steps
+        return steps[0], steps[-1]
 
     def _dense(
-        self, matrix: Dense, place: Places, x: Region, y: Region, summand: Region | None
+        self, matrix: dense.Tiles | dense.Panels, place: Places, x: Region, y: Region
     ) -> tuple[bindings.Step, bindings.Step]:
-        """The first and last step of a dense matrix: the first adds the bias, the last summand and activation."""
+        """Add the steps of a dense matrix; the first and the last of them."""
         arena = self.arena
         first = last = self._add(matrix.op, x, y, place, matrix.sizes(y.plane))
         first.tap, first.weight = arena.array(matrix.tap), arena.array(matrix.weight)
@@ -198,47 +196,26 @@ class Steps:
             first.joint, arena.together = 1, bindings.TOGETHER
         arena.scratch = max(arena.scratch, matrix.scratch(y.plane))
         self._count(len(matrix.slot), y.plane)
-        if arena.lanes == 1:
-            last = self._ending(place, y)
-        if summand is not None:
-            last.r = summand.first
+        if arena.lanes == 1:  # a step without taps adds the summand and the activation to the stored sums
+            last = self._add(bindings.PRODUCT, y, y, place)
+            self._run(last, y.plane.runs(arena.widest[0]))
+            last.goes_on = 1
+            last.start = last.stop = arena.array(np.zeros(len(place), np.int32))
+            self._tidy(last, y.plane)
         return first, last
-
-    def _ending(self, place: Places, y: Region) -> bindings.Step:
-        """A step without taps, for the summand and the activation of sums that another step has stored."""
-        step = self._add(bindings.PRODUCT, y, y, place)
-        self._run(step, y.plane.runs(self.arena.widest[0]))
-        step.goes_on = 1
-        step.start = step.stop = self.arena.array(np.zeros(len(place), np.int32))
-        self._tidy(step, y.plane)
-        return step
-
-    def _clear(self, rows: Flags, y: Region) -> None:
-        """Fill channels with zeros."""
-        place = np.flatnonzero(rows).astype(np.int32)
-        no_taps = replace(taps.identity(len(place)).chosen(np.zeros(0, np.int64)), planes=len(rows))
-        for _, matrix, _ in matrices(no_taps, y.plane, self.arena.widest):
-            self._product(matrix, place, y, y, None)
 
     def _count(self, weights: int, y: Plane) -> None:
         self.work += weights * y.height * y.width * self.arena.lanes
 
-    def _finish(self, step: bindings.Step, activation: Activation, mask: int, value: Value | None) -> None:
+    def _finish(
+        self, step: bindings.Step, summand: Region | None, activation: Activation, mask: int, value: Value | None
+    ) -> None:
+        if summand is not None:
+            step.r = summand.first
         step.activation, step.low, step.high, step.mask = activation.kind, activation.low, activation.high, mask
         if mask != bindings.NO_MASK:
             assert value is not None
             step.kept, step.maskrow = self.arena.mask(value)
-
-    def _phase(self, split: Split, phase: int, whole: Region, parts: Region, wanted: Flags, *, back: bool) -> None:
-        (channels, height, width), (down, right) = split.x.size, split.stride
-        top, left = divmod(phase, right)
-        rows, columns = -(-(height - top) // down), -(-(width - left) // right)
-        if rows <= 0 or columns <= 0:
-            return
-        lines, lanes = np.arange(rows), self.arena.lanes
-        starts = ((lines * down + top) * whole.plane.pitch + left) * lanes, lines * parts.plane.pitch * lanes
-        channel = np.flatnonzero(wanted[phase * channels : (phase + 1) * channels])
-        self._move(whole, parts.part(phase * channels), channel, starts, columns, (right * lanes, lanes), back=back)
 
     def _move(
         self,
@@ -246,24 +223,20 @@ class Steps:
         part: Region,
         rows: npt.NDArray[Any],
         starts: tuple[npt.NDArray[Any], npt.NDArray[Any]],
-        count: int,
-        distances: tuple[int, int],
-        *,
+        sizes: tuple[int, int, int],
         back: bool,
-        group: int = 1,
-    ) -> None:
-        """Copy `count` numbers from each start in the whole to that in the part, or back.
+    ) -> bindings.Step:
+        """Copy numbers from each start in the whole to that in the part, or back.
 
-        `distances` are the floats from one number to the next, in the whole and in the part.
+        `sizes` are how many, and the floats from one to the next, in the whole and in the part.
         """
-        x, y, runs = (part, whole, starts[::-1]) if back else (whole, part, starts)
-        x_distance, y_distance = distances[::-1] if back else distances
-        step = self._add(bindings.MOVE, x, y, rows, (count, x_distance, y_distance))
-        self._run(step, np.ascontiguousarray(np.stack(runs, 1), np.int32))
+        count, *distances = sizes
+        x, y = whole, part
         if back:
-            step.xplane *= group
-        else:
-            step.yplane *= group
+            x, y, starts, distances = part, whole, starts[::-1], distances[::-1]
+        step = self._add(bindings.MOVE, x, y, rows, (count, *distances))
+        self._run(step, np.ascontiguousarray(np.stack(starts, 1), np.int32))
+        return step
 
 
 def _window(pool: MaxPool, output: Plane, source: Plane) -> tuple[int, ...]:

@@ -7,13 +7,26 @@ neighbouring inputs.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from harp.engine.format.reader import Stored
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Pair = tuple[int, int]
+Size = tuple[int, int, int]
+
+
+class Window(NamedTuple):
+    """How a convolution moves over its input."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
 
 
 @dataclass(frozen=True)
@@ -32,109 +45,63 @@ class Taps:
     @property
     def transposed(self) -> "Taps":
         """The taps of the backward pass: for every plane, the rows that read it."""
-        return replace(
-            self,
-            rows=self.planes,
-            planes=self.rows,
-            row=self.plane,
-            plane=self.row,
-            down=-self.down,
-            right=-self.right,
-        )
+        parts = self.planes, self.rows, self.plane, self.row, -self.down, -self.right
+        return Taps(*parts, self.index, self.values)
 
     def chosen(self, which: Ints) -> "Taps":
         """Some of the taps."""
         parts = ("row", "plane", "down", "right", "index", "values")
         return replace(self, **{name: getattr(self, name)[which] for name in parts})
 
-    def reach(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def reach(self) -> tuple[Pair, Pair]:
         """The smallest and the largest shift, downwards and to the right."""
         if len(self.row) == 0:
             return (0, 0), (0, 0)
         return (int(self.down.min()), int(self.down.max())), (int(self.right.min()), int(self.right.max()))
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A sparse weight tensor: the indices and the values of its entries."""
-
-    shape: tuple[int, ...]
-    index: Ints
-    values: Floats
-
-
-def weight_of(tensor: Any) -> Weight:
-    """The sparse form of a stored tensor (shape, indices, values), or of an array without its zeros."""
-    if isinstance(tensor, Weight):
-        return tensor
-    if isinstance(tensor, tuple):
-        shape, indices, values = tensor
-        if indices is not None:
-            return Weight(tuple(shape), np.asarray(indices, np.int64), np.asarray(values, np.float32))
-        tensor = np.asarray(values).reshape(shape)
-    full = np.ascontiguousarray(tensor, np.float32)
-    index = np.flatnonzero(full)
-    return Weight(full.shape, index, full.reshape(-1)[index])
+def sparse(tensor: Any) -> Stored:
+    """A stored tensor, or an array without its zeros, with indices."""
+    if isinstance(tensor, Stored) and tensor.indices is not None:
+        return Stored(tensor.shape, np.asarray(tensor.indices, np.int64), np.asarray(tensor.values, np.float32))
+    full = dense(tensor)
+    indices = np.flatnonzero(full)
+    return Stored(full.shape, indices, full.reshape(-1)[indices])
 
 
-def convolution(
-    weight: Weight,
-    size: tuple[int, int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> Taps:
+def dense(tensor: Any) -> Floats:
+    """A stored tensor or an array, with all its zeros."""
+    return np.ascontiguousarray(tensor.dense() if isinstance(tensor, Stored) else tensor, np.float32)
+
+
+def convolution(weight: Stored, size: Size, window: Window) -> Taps:
     """A convolution of an input of this size, over the phases of the input if there is a stride."""
-    outputs, inputs, height, width = weight.shape
-    row, rest = np.divmod(weight.index, inputs * height * width)
+    (stride, padding, dilation, groups), (outputs, inputs, height, width) = window, weight.shape
+    assert weight.indices is not None
+    row, rest = np.divmod(weight.indices, inputs * height * width)
     channel, place = np.divmod(rest, height * width)
     channel += row // (outputs // groups) * inputs
     down = place // width * dilation[0] - padding[0]
     right = place % width * dilation[1] - padding[1]
-    phase = down % stride[0] * stride[1] + right % stride[1]
-    planes = size[0] * stride[0] * stride[1]
-    plane = phase * size[0] + channel
-    return Taps(outputs, planes, row, plane, down // stride[0], right // stride[1], weight.index, weight.values)
+    plane = (down % stride[0] * stride[1] + right % stride[1]) * size[0] + channel
+    planes = size[0] * math.prod(stride)
+    return Taps(outputs, planes, row, plane, down // stride[0], right // stride[1], weight.indices, weight.values)
 
 
-def whole(
-    weight: Weight,
-    size: tuple[int, int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> Taps:
+def whole(weight: Stored, size: Size, window: Window) -> Taps:
     """A convolution whose output is one pixel: a linear layer on the flattened input."""
-    plain = convolution(weight, size, (1, 1), padding, dilation, groups)
+    taps = convolution(weight, size, window._replace(stride=(1, 1)))
     _, height, width = size
-    inside = (plain.down >= 0) & (plain.down < height) & (plain.right >= 0) & (plain.right < width)
-    plane = plain.plane * height * width + plain.down * width + plain.right
-    zeros = np.zeros(int(inside.sum()), np.int64)
-    return Taps(
-        plain.rows,
-        size[0] * height * width,
-        plain.row[inside],
-        plane[inside],
-        zeros,
-        zeros,
-        weight.index[inside],
-        weight.values[inside],
-    )
-
-
-def linear(weight: Weight) -> Taps:
-    """A matrix product."""
-    rows, planes = weight.shape
-    row, plane = np.divmod(weight.index, planes)
-    zeros = np.zeros(len(row), np.int64)
-    return Taps(rows, planes, row, plane, zeros, zeros, weight.index, weight.values)
+    inside = (taps.down >= 0) & (taps.down < height) & (taps.right >= 0) & (taps.right < width)
+    taps = taps.chosen(np.flatnonzero(inside))
+    plane, zeros = (taps.plane * height + taps.down) * width + taps.right, np.zeros_like(taps.row)
+    return replace(taps, planes=math.prod(size), plane=plane, down=zeros, right=zeros)
 
 
 def diagonal(scale: Floats) -> Taps:
     """A factor for each channel."""
     channels, zeros = np.arange(len(scale)), np.zeros(len(scale), np.int64)
-    return Taps(len(scale), len(scale), channels, channels, zeros, zeros, channels, np.asarray(scale, np.float32))
+    return Taps(len(scale), len(scale), channels, channels, zeros, zeros, channels, scale)
 
 
 def identity(channels: int) -> Taps:
@@ -142,8 +109,8 @@ def identity(channels: int) -> Taps:
     return diagonal(np.ones(channels, np.float32))
 
 
-def average(channels: int, kernel: tuple[int, int], part: tuple[int, int] | None = None) -> Weight:
-    """The mean of a window, or a part of the window, as the weight of a convolution with one group per channel."""
-    shape = (channels, 1, *(kernel if part is None else part))
+def average(channels: int, kernel: Pair, part: Pair) -> Stored:
+    """The mean of a part of a window, as the weight of a convolution with one group per channel."""
+    shape = (channels, 1, *part)
     number = math.prod(shape)
-    return Weight(shape, np.arange(number), np.full(number, 1 / math.prod(kernel), np.float32))
+    return Stored(shape, np.arange(number), np.full(number, 1 / math.prod(kernel), np.float32))

@@ -23,70 +23,48 @@ _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 _BUILT = Path(__file__).with_name(f"_native{_SUFFIX}")
 
 
+def _fields(*lines: tuple[Any, str]) -> list[tuple[str, Any]]:
+    """Fields of a structure from lines of a type and the names of that type."""
+    return [(name, kind) for kind, names in lines for name in names.split()]
+
+
 class Step(Structure):
     """One step of a program."""
 
-    _fields_ = (
-        ("op", c_int64),
-        ("x", c_int64),
-        ("y", c_int64),
-        ("r", c_int64),
-        ("rows", c_int64),
-        ("block", c_int64),
-        ("place", c_void_p),
-        ("start", c_void_p),
-        ("stop", c_void_p),
-        ("goes_on", c_int64),
-        ("tap", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("runs", c_int64),
-        ("run", c_void_p),
-        ("zeros", c_int64),
-        ("zero", c_void_p),
-        ("xplane", c_int64),
-        ("yplane", c_int64),
-        ("activation", c_int64),
-        ("low", c_float),
-        ("high", c_float),
-        ("mask", c_int64),
-        ("kept", c_int64),
-        ("maskrow", c_int64),
-        ("size", c_int64 * 14),
-        ("joint", c_int64),
+    _fields_ = _fields(
+        (c_int64, "op x y r rows block"),
+        (c_void_p, "place start stop"),
+        (c_int64, "goes_on"),
+        (c_void_p, "tap weight bias"),
+        (c_int64, "runs"),
+        (c_void_p, "run"),
+        (c_int64, "zeros"),
+        (c_void_p, "zero"),
+        (c_int64, "xplane yplane activation"),
+        (c_float, "low high"),
+        (c_int64, "mask kept maskrow"),
+        (c_int64 * 14, "size"),
+        (c_int64, "joint"),
     )
 
 
 class Program(Structure):
     """Steps, and the memory that they use."""
 
-    _fields_ = (
-        ("steps", POINTER(Step)),
-        ("count", c_int64),
-        ("lanes", c_int64),
-        ("arena", c_void_p),
-        ("arena_size", c_int64),
-        ("together", c_int64),
-        ("scratch", c_void_p),
-        ("scratch_size", c_int64),
-        ("worth", c_int64),
-        ("input", c_int64),
-        ("more", c_int64),
-        ("output", c_int64),
-        ("kept", c_int64),
+    _fields_ = _fields(
+        (POINTER(Step), "steps"),
+        (c_int64, "count lanes"),
+        (c_void_p, "arena"),
+        (c_int64, "arena_size together"),
+        (c_void_p, "scratch"),
+        (c_int64, "scratch_size worth input more output kept"),
     )
 
 
 class Kernels(Structure):
     """The kernels of one instruction set, and its widths."""
 
-    _fields_ = (
-        ("name", c_char_p),
-        ("lanes", c_int64),
-        ("word", c_int64),
-        ("widest", c_int64 * 4),
-        ("step", c_void_p),
-    )
+    _fields_ = _fields((c_char_p, "name"), (c_int64, "lanes word"), (c_int64 * 4, "widest"), (c_void_p, "step"))
 
 
 @cache
@@ -150,12 +128,13 @@ def run(
     program: Program,
     groups: int,
     threads: int,
-    inputs: int,
-    outputs: int | None,
-    kept: int | None,
-    more: int | None = None,
+    inputs: npt.NDArray[Any],
+    outputs: npt.NDArray[Any],
+    kept: npt.NDArray[Any],
+    more: npt.NDArray[Any] | None = None,
 ) -> None:
-    """Run a program for groups of images; the arrays are addresses, None for those that it does not use."""
+    """Run a program for groups of images; `more` is a second input."""
     code, chosen = library(), kernels()
     assert code is not None and chosen is not None
-    code.harp_run(chosen, program, inputs, more, outputs, kept, groups, threads)
+    second = None if more is None else address(more)
+    code.harp_run(chosen, program, address(inputs), second, address(outputs), address(kept), groups, threads)

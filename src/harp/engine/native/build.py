@@ -27,25 +27,17 @@ from pathlib import Path
 # A compiler in a wheel, for machines without one. There are wheels for Linux, macOS and Windows.
 ZIG = "ziglang==0.16.0"
 
-PACKAGE = Path(__file__).resolve().parent
-SOURCES = PACKAGE
-LIBRARY = PACKAGE / ("_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so"))
+SOURCES = Path(__file__).resolve().parent
+LIBRARY = SOURCES / ("_native" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so"))
 
 # -ffp-contract=off: the source says what is fused, so that every compiler gives the same numbers.
 FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-g0",
-    "-fPIC",
-    "-fno-exceptions",
-    "-fno-rtti",
-    "-fvisibility=hidden",
-    "-fno-math-errno",
+    "-std=c++17", "-O3", "-g0", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-math-errno",
     "-ffp-contract=off",
-]
+]  # fmt: skip
 # The kernels are compiled once for each instruction set, and the library chooses one when it is loaded.
-BASELINE: dict[str, list[str]] = {"baseline": []}
-X86 = BASELINE | {
+X86: dict[str, list[str]] = {
+    "baseline": [],
     "avx2": ["-mavx2", "-mfma"],
     "avx512": ["-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
 }
@@ -125,11 +117,12 @@ def build(compiler: Compiler, library: Path = LIBRARY, sources: Path = SOURCES, 
         folder = Path(name)
         digest_source = folder / "digest.cpp"
         digest_source.write_text(MARK % _digest(sources))
-        common = [*compiler.command, *FLAGS, *_system_flags(), *(["-DHARP_X86=1"] if compiler.x86 else []), *flags]
+        system = [f"-mmacosx-version-min={_oldest_macos()}"] if sys.platform == "darwin" else []
+        common = [*compiler.command, *FLAGS, *system, *(["-DHARP_X86=1"] if compiler.x86 else []), *flags]
         commands, objects = [], []
         for source in [*sorted(sources.resolve().glob("*.cpp")), digest_source]:
-            sets = (X86 if compiler.x86 else BASELINE) if source.stem.startswith("kernels") else {"": []}
-            for isa, isa_flags in sets.items():
+            sets = X86 if compiler.x86 else {"baseline": []}
+            for isa, isa_flags in sets.items() if source.stem.startswith("kernels") else [("", [])]:
                 objects.append(str(folder / f"{source.stem}{isa}.o"))
                 define = [f"-DISA={isa}"] if isa else []
                 commands.append([*common, *define, *isa_flags, "-c", str(source), "-o", objects[-1]])
@@ -137,7 +130,7 @@ def build(compiler: Compiler, library: Path = LIBRARY, sources: Path = SOURCES, 
             for warnings in pool.map(lambda command: _run(command, folder), commands):
                 print(warnings, end="", file=sys.stderr)
         built = folder / library.name
-        link = ["-shared", "-O3", "-pthread", *compiler.link, *_system_flags(), *flags]
+        link = ["-shared", "-O3", "-pthread", *compiler.link, *system, *flags]
         _run([*compiler.command, *link, *objects, "-o", str(built)], folder)
         if not flags:
             call = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).harp_abi()"
@@ -207,10 +200,6 @@ def _is_x86(command: list[str], folder: Path) -> bool:
     (folder / "empty.cpp").touch()
     macros = _run([*command, "-dM", "-E", "empty.cpp"], folder, output=True)
     return "__x86_64__" in macros
-
-
-def _system_flags() -> list[str]:
-    return [f"-mmacosx-version-min={_oldest_macos()}"] if sys.platform == "darwin" else []
 
 
 def _oldest_macos() -> str:

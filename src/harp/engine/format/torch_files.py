@@ -1,9 +1,10 @@
-"""Writes `.harp` files; `harp.engine.format.reader` reads them."""
+"""Writes and reads `.harp` files with torch tensors and masks; `reader.py` reads them without torch."""
 
 import json
 import math
 import zlib
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harp.engine.format import coding
-from harp.engine.format.reader import DTYPES, LARGEST_HEADER, LARGEST_TENSOR, PRELUDE, VERSION
+from harp.engine.format.reader import DTYPES, LARGEST_HEADER, LARGEST_TENSOR, PRELUDE, VERSION, BadFile, read_sparse
 from harp.errors import CheckpointError, RecipeError
 from harp.system.files import StrPath, reason, write_bytes
 
@@ -37,6 +38,22 @@ def write(
     the keys that readers use.
     """
     write_bytes(path, encode(tensors, masks, header, values, others))
+
+
+def load(path: StrPath, limit: int = 1 << 31) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+    """The header, the tensors and the masks of a file; at most `limit` bytes of tensors."""
+    try:
+        header, stored = read_sparse(Path(path), limit)
+        sizes = {name: math.prod(tensor.shape) for name, tensor in stored.items()}
+        need = sum(sizes[name] * (t.values.itemsize + (t.indices is not None)) for name, t in stored.items())
+        if need > limit:
+            raise BadFile(f"the tensors and masks take {need} bytes, more than the limit of {limit}")
+    except (OSError, BadFile) as error:
+        raise CheckpointError(f"can't read {path}: {error if isinstance(error, BadFile) else reason(error)}") from error
+    tensors = {name: torch.from_numpy(tensor.dense()) for name, tensor in stored.items()}
+    sparse = {name: tensor for name, tensor in stored.items() if tensor.indices is not None}
+    flags = {name: tensor._replace(values=np.ones(len(tensor.values), np.bool_)) for name, tensor in sparse.items()}
+    return header, tensors, {name: torch.from_numpy(mask.dense()) for name, mask in flags.items()}
 
 
 def encode(
@@ -70,8 +87,7 @@ def encode(
 
 def _assemble(header: Mapping[str, Any], sections: list[tuple[dict[str, Any], bytes]], deflate: bool) -> bytes:
     """Prelude, header, sections."""
-    offset = 0
-    entries = []
+    entries, offset = [], 0
     for entry, content in sections:
         entries.append({**entry, "offset": offset, "length": len(content), "crc": zlib.crc32(content)})
         offset += len(content)

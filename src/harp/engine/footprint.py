@@ -5,14 +5,12 @@ group of images and one thread. It leaves small things out, so it is approximate
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from harp.engine.format.reader import BadFile
 from harp.engine.graph.nodes import Graph
-from harp.engine.lowering.layouts import layouts
-from harp.engine.lowering.lower import MaxPool, Operation, Product, Split, Stage, Value, is_native, read, windows
-from harp.engine.lowering.planes import Plane
+from harp.engine.lowering.lower import MaxPool, Operation, Product, Split, average_window, is_native
+from harp.engine.lowering.memory import Arena
 from harp.engine.network import Network
 from harp.engine.runner import Runner
 
@@ -34,10 +32,8 @@ def check_taps(graph: Graph, entries: Mapping[str, int], limit: int) -> None:
             continue
         if node.op in ("conv", "linear"):
             taps += entries[node.tensors["weight"]]
-        elif node.op == "mean":
-            taps += math.prod(shapes[node.inputs[0]])
-        elif node.op == "avgpool":
-            taps += node.shape[0] * math.prod(map(len, windows(node, shapes[node.inputs[0]])))
+        elif node.op in ("mean", "avgpool"):
+            taps += node.shape[0] * math.prod(map(len, average_window(node, shapes[node.inputs[0]])))
         else:
             taps += node.shape[0]
     _demand(_TAP * taps, limit)
@@ -51,13 +47,13 @@ def check(network: Network, limit: int) -> None:
     lasting = work = 0
     for part, done in zip(network.parts, network.done, strict=True):
         if isinstance(part, Runner):
-            lasting += max(_arena(part, lanes) for lanes in {1, part.lanes})
+            lasting += max(program_bytes(part, lanes) for lanes in {1, part.lanes})
             work += sum(map(_work, part.stage.operations))
             results = {name: 4 * math.prod(value.size) for name, value in part.stage.outputs.items()}
         else:
             results = {part.name: _RESULT * math.prod(map(abs, shapes[part.name]))}
             if part.op in ("conv", "linear"):
-                work += math.prod(network.shape_of(part.tensors["weight"])) * math.prod(part.shape[1:])
+                work += math.prod(network.tensors[part.tensors["weight"]].shape) * math.prod(part.shape[1:])
         sizes |= results
         held += sum(results.values())
         between = max(between, held)
@@ -67,51 +63,23 @@ def check(network: Network, limit: int) -> None:
         raise BadFile(f"computing an image takes {work} multiplications, more than {MOST_WORK}")
 
 
-def _arena(runner: Runner, lanes: int) -> int:
+def program_bytes(runner: Runner, lanes: int) -> int:
     """Bytes of a stage for groups of `lanes` images, including what building its programs takes."""
-    stage, vector = runner.stage, int(runner.kernels.lanes)
-    planes = layouts(stage, lanes, vector)
-    for value, plane in planes.items():
+    arena, operations = Arena(runner.stage, lanes, runner.kernels), runner.stage.operations
+    for value, plane in arena.planes.items():
         if value.size[0] * plane.size > _FARTHEST:
             raise BadFile(f"a result of shape {value.size} is too large for the native code with the zeros around it")
-    phases = sum(math.prod(split.stride) for split in stage.operations if isinstance(split, Split))
-    runs = sum(planes[operation.y].size // 4 for operation in stage.operations)
-    flags = _FLAGS * sum(value.size[0] for value in planes)
-    for operation in stage.operations:
+    for operation in operations:
         if isinstance(operation, Product) and _places(operation) > _MOST_PLACES:
             raise BadFile(
                 f"a layer that gives {operation.y.size} is too large for the native code: weights lie too far apart"
             )
-    return 4 * _regions(stage, planes) + _STEP * (len(stage.operations) + phases) + runs + flags
-
-
-def _regions(stage: Stage, planes: Mapping[Value, Plane]) -> int:
-    """Floats of all regions; values of one layout reuse a region as in a program."""
-    uses = Counter(value for operation in stage.operations for value in read(operation))
-    uses.update(stage.outputs.values())
-    held: Counter[tuple[int, Plane]] = Counter()
-    most: Counter[tuple[int, Plane]] = Counter()
-    alone = 0
-    splits = {split.y for split in stage.operations if isinstance(split, Split)}  # their regions are not reused
-    for value, before in _values_in_order(stage):
-        key = value.size[0], planes[value]
-        if value in splits:
-            alone += value.size[0] * planes[value].size
-        else:
-            held[key] += 1
-            most[key] = max(most[key], held[key])
-        uses.subtract(before)
-        for unused in {other for other in (value, *before) if uses[other] == 0 and other not in splits}:
-            held[unused.size[0], planes[unused]] -= 1
-    return alone + sum(count * channels * plane.size for (channels, plane), count in most.items())
-
-
-def _values_in_order(stage: Stage) -> Iterator[tuple[Value, list[Value]]]:
-    """Every value with those that it is computed from."""
-    for value in stage.inputs.values():
-        yield value, []
-    for operation in stage.operations:
-        yield operation.y, read(operation)
+    for _ in arena.operations(arena.input_regions()):
+        pass  # the arena only counts
+    steps = len(operations) + sum(math.prod(split.stride or ()) for split in operations if isinstance(split, Split))
+    runs = sum(arena.planes[operation.y].size // 4 for operation in operations)
+    flags = _FLAGS * sum(value.size[0] for value in arena.planes)
+    return 4 * arena.size + _STEP * steps + runs + flags
 
 
 def _places(product: Product) -> int:
