@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harp.attacks.batched import State, Stepwise, likeliest, next_runs, wrong
-from harp.attacks.threat import Ball, check_number, margin, per_image, slope
+from harp.attacks.threat import Ball, check_number, length_of, margin, noise, per_image, slope
 from harp.models.modes import Logits
 
 _RHO = 0.75
@@ -144,12 +144,8 @@ class Apgd(Stepwise):
 
     def _start(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Random points at distance epsilon from the images, clipped to the box."""
-        linf = self.norm == "linf"
-        draw = torch.rand if linf else torch.randn
-        offset = draw(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-        offset = 2 * offset - 1 if linf else offset
-        length = torch.linalg.vector_norm(offset.flatten(1), ord=math.inf if linf else 2, dim=1)
-        return (x + offset * per_image(self.epsilon / (length + _TINY), x)).clamp_(0, 1)
+        offset = noise(x, self.norm, generator)
+        return (x + offset * per_image(self.epsilon / (length_of(offset, self.norm) + _TINY), x)).clamp_(0, 1)
 
     def _halve(self, state: State, window: Tensor) -> Tensor:
         """Which images are at a checkpoint and go back to their best point with half the step length."""
@@ -168,10 +164,6 @@ class Apgd(Stepwise):
         ball = Ball(self.epsilon, self.norm)
         size = per_image(state["size"], x)
         drift = per_image((1 - _MOMENTUM) * (state["step"] > 0).to(x.dtype), x)
-        if self.norm == "linf":  # faster: both projections clamp to one box
-            low, high = (x - self.epsilon).clamp_(0, 1), (x + self.epsilon).clamp_(0, 1)
-            aim = torch.addcmul(current, gradient.sign_(), size).clamp_(low, high)
-            return aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)).clamp_(low, high)
         aim = ball.project(torch.addcmul(current, ball.steepest(gradient), size), x)
         return ball.project(aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)), x)
 

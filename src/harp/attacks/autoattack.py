@@ -45,15 +45,10 @@ class AutoAttack:
     norm: str = "linf"
     fast: bool = True
 
-    code: ClassVar[str] = "autoattack"
+    name: ClassVar[str] = "autoattack"
 
     def __post_init__(self) -> None:
         Ball(self.epsilon, self.norm)
-
-    @property
-    def name(self) -> str:
-        """The short name that `named` reads."""
-        return self.code
 
     def parts(self, classes: int) -> Sequence[Stepwise]:
         """The attacks on a network with `classes` classes, in their order."""
@@ -103,7 +98,7 @@ class AutoAttackLite(AutoAttack):
         print([part.name for part in attack.parts(classes=10)])
     """
 
-    code: ClassVar[str] = "aa-lite"
+    name: ClassVar[str] = "aa-lite"
 
     def parts(self, classes: int) -> Sequence[Stepwise]:
         """The attacks on a network with `classes` classes, in their order."""

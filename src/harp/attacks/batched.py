@@ -97,15 +97,7 @@ class Packing:
     """
 
     def __init__(
-        self,
-        attack: Stepwise,
-        net: Logits,
-        x: Tensor,
-        y: Tensor,
-        *,
-        batch: int,
-        seed: int,
-        right: Tensor | None = None,
+        self, attack: Stepwise, net: Logits, x: Tensor, y: Tensor, *, batch: int, seed: int, right: Tensor | None = None
     ) -> None:
         self.attack, self.net, self.x, self.y, self.batch, self.seed = attack, net, x, y, batch, seed
         self.points = x.clone()
@@ -119,15 +111,10 @@ class Packing:
         self.rows: State = {}
         self._batch: tuple[Tensor, Tensor] | None = None  # images and labels of the slots, until these change
 
-    @property
-    def done(self) -> int:
-        """The number of images that are finished."""
-        return len(self.x) - len(self.queue) + self.taken - len(self.slots)
-
     def progress(self) -> float:
         """The number of finished images, and for those in the batch the share of steps they have taken."""
-        longest = max(1, self.attack.longest(self.clean.shape[1]))
-        return self.done + float((self.ticks - self.joined).sum()) / longest
+        finished = len(self.x) - len(self.queue) + self.taken - len(self.slots)
+        return finished + float((self.ticks - self.joined).sum()) / self.attack.longest(self.clean.shape[1])
 
     @torch.no_grad()
     def run(self, after_step: Callable[[], None] = lambda: None) -> None:
@@ -141,7 +128,8 @@ class Packing:
             if bool(leaving.any()):
                 self.points[self.slots[leaving]] = self.rows["points"][leaving]
                 self.fooled[self.slots[fooled]] = True
-                self._keep(~leaving)
+                self.slots, self.joined, self._batch = self.slots[~leaving], self.joined[~leaving], None
+                self.rows = {key: rows[~leaving] for key, rows in self.rows.items()}
             after_step()
 
     def state(self) -> dict[str, Any]:
@@ -166,11 +154,6 @@ class Packing:
         self.slots, self._batch = torch.cat([self.slots, fresh]), None
         self.joined = torch.cat([self.joined, torch.full_like(fresh, self.ticks)])
         self.rows = {key: torch.cat([self.rows[key], rows]) for key, rows in began.items()} if self.rows else began
-
-    def _keep(self, staying: Tensor) -> None:
-        self.slots, self.joined = self.slots[staying], self.joined[staying]
-        self._batch = None
-        self.rows = {key: rows[staying] for key, rows in self.rows.items()}
 
     def _generator(self, purpose: str) -> torch.Generator:
         seed = derive(self.seed, self.attack.name, purpose, self.ticks)

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from harp.attacks.batched import State, Stepwise, likeliest, next_runs, wrong
-from harp.attacks.threat import check_number, length_of, logits, per_image, slope
+from harp.attacks.threat import check_number, length_of, logits, noise, per_image, slope
 from harp.errors import RecipeError
 from harp.models.modes import Logits
 
@@ -144,14 +144,11 @@ class Fab(Stepwise):
         """The mean of the two projections, weighted by their lengths."""
         largest = gradient.abs().flatten(1).amax(1).clamp_min(torch.finfo(gradient.dtype).tiny)
         gradient, lead = gradient / per_image(largest, gradient), lead / largest
-        lead_of_image = lead + (gradient * (x - current)).flatten(1).sum(1)
-        offset = to_plane(current, gradient, lead, self.norm)
-        offset_of_image = to_plane(x, gradient, lead_of_image, self.norm)
-        length, length_of_image = (
-            length_of(each, self.norm).clamp_min(_SHORTEST) for each in (offset, offset_of_image)
-        )
-        alpha = per_image((length / (length + length_of_image)).clamp_max(self.alpha_max), x)
-        return torch.lerp(current + self.eta * offset, x + self.eta * offset_of_image, alpha).clamp_(0, 1)
+        lead_at_image = lead + (gradient * (x - current)).flatten(1).sum(1)
+        step, back = to_plane(current, gradient, lead, self.norm), to_plane(x, gradient, lead_at_image, self.norm)
+        length, length_back = (length_of(offset, self.norm).clamp_min(_SHORTEST) for offset in (step, back))
+        alpha = per_image((length / (length + length_back)).clamp_max(self.alpha_max), x)
+        return torch.lerp(current + self.eta * step, x + self.eta * back, alpha).clamp_(0, 1)
 
     def _turn(self, x: Tensor, state: State, generator: torch.Generator) -> Tensor:
         """Start the next run where one is over; which images have ended."""
@@ -160,20 +157,15 @@ class Fab(Stepwise):
         ended, again = next_runs(state, over, runs, fooled=torch.zeros_like(over))
         if len(again):
             state["step"][again] = 0
-            start = x[again]
-            rerun = state["run"][again] % self.restarts > 0
-            if rerun.any():
-                start = torch.where(per_image(rerun, x), self._start(start, generator), start)
-            state["current"][again] = start
+            rerun = state["run"][again] % self.restarts > 0  # the first run towards a target starts at the image
+            random = self._start(x[again], generator) if rerun.any() else x[again]
+            state["current"][again] = torch.where(per_image(rerun, x), random, x[again])
         return ended
 
     def _start(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """A random point at half of epsilon, clipped to the box."""
-        if self.norm == "linf":
-            noise = 2 * torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype) - 1
-        else:
-            noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-        return (x + self.epsilon / 2 * noise / per_image(length_of(noise, self.norm), x)).clamp_(0, 1)
+        offset = noise(x, self.norm, generator)
+        return (x + self.epsilon / 2 * offset / per_image(length_of(offset, self.norm), x)).clamp_(0, 1)
 
 
 def to_plane(x: Tensor, slope: Tensor, value: Tensor, norm: str) -> Tensor:

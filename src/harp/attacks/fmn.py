@@ -118,7 +118,9 @@ class Fmn(Stepwise):
         decay = (1 + torch.cos(math.pi / self.steps * step.to(x.dtype))) / 2  # from one to almost zero
         gamma = _GAMMA_END + (self.gamma - _GAMMA_END) * decay
         alpha = self.alpha * (_ALPHA_END + (1 - _ALPHA_END) * decay)
-        state["radius"] = self._radius(x, state, beyond, distance + lead.abs() / _dual(gradient, self.norm), gamma)
+        dual = torch.linalg.vector_norm(gradient.flatten(1), 1 if self.norm == "linf" else 2, dim=1)
+        to_boundary = distance + lead.abs() / dual.clamp_min(torch.finfo(x.dtype).tiny)
+        state["radius"] = self._radius(x, state, beyond, to_boundary, gamma)
         forward = Ball(1, "l2").steepest(gradient)
         state["current"] = _into(x, current - per_image(alpha, x) * forward, state["radius"], self.norm)
         state["step"] = step + 1
@@ -144,9 +146,3 @@ def _into(x: Tensor, points: Tensor, radius: Tensor, norm: str) -> Tensor:
         return points.clamp(x - reach, x + reach).clamp_(0, 1)
     length = length_of(points - x, norm).clamp_min(torch.finfo(x.dtype).tiny)
     return (x + (points - x) * per_image((radius / length).clamp_max(1), x)).clamp_(0, 1)
-
-
-def _dual(gradient: Tensor, norm: str) -> Tensor:
-    """The dual norm of gradients, above zero."""
-    length: Tensor = torch.linalg.vector_norm(gradient.flatten(1), 1 if norm == "linf" else 2, dim=1)
-    return length.clamp_min(torch.finfo(gradient.dtype).tiny)

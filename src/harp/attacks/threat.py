@@ -90,6 +90,13 @@ def length_of(offset: Tensor, norm: str) -> Tensor:
     return length
 
 
+def noise(x: Tensor, norm: str, generator: torch.Generator) -> Tensor:
+    """A random offset for each image: uniform in [-1, 1] for the maximum norm, normal for the Euclidean norm."""
+    if norm == "linf":
+        return 2 * torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype) - 1
+    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+
+
 def logits(net: Logits, x: Tensor) -> Tensor:
     """The logits of a network: one row of at least two numbers for each image."""
     answer: Any = net(x)

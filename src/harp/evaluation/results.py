@@ -180,21 +180,26 @@ class Audit:
 
         return self._cached("distances", attack.name, repr(attack), measure)
 
-    def corruptions(self) -> dict[str, Any]:
-        """Accuracy on corrupted images."""
+    def corruptions(self, folder: Path) -> dict[str, Any]:
+        """Accuracy on the published files of corrupted test images in a folder, such as those of CIFAR-10-C."""
+        parts = corruptions.find(folder, self.subject.data)
 
         def measure(stem: Path | None) -> dict[str, Any]:
-            with self.display.counting("test corruptions", 1):
-                return corruptions.measure(
+            with self.display.counting("test corruptions", len(parts)):
+                result = corruptions.measure(
                     self.subject.model,
-                    self.test.images,
-                    self.test.labels,
+                    parts,
+                    examples=self.examples,
                     seed=self.seed,
                     batch=self.batch,
                     progress=self._count,
                 )
+            return {"files": folder.resolve().name, **result}
 
-        return self._cached("corruptions", "all", "", self._on_first(measure))
+        result = self._cached("corruptions", "files", corruptions.digest(parts), self._on_first(measure))
+        if result["missing"]:
+            self.display.note(f"{folder} has no {', '.join(result['missing'])}: published means are over these too")
+        return result
 
     def flips(self, dense: nn.Module) -> dict[str, Any]:
         """The predictions that pruning has changed."""
