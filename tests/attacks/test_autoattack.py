@@ -14,11 +14,10 @@ from torch import nn
 from harp.attacks import Apgd, ApgdT, AutoAttack, AutoAttackLite, Square
 from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
-from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
 from harp.system.tensors import load_state, save_state
 from support import cases
-from support.attacking import BALLS, Calls, right, task, trained
+from support.attacking import BALLS, Calls, near_the_boundary, right, task, trained
 from support.interruption import Enough
 
 STEPS, QUERIES = 20, 100
@@ -134,25 +133,9 @@ def test_parts_work_on_what_is_left() -> None:
 
 
 def test_a_point_counts_if_the_model_itself_is_wrong() -> None:
-    """A part finds points that the folded network gets wrong by its rounding and the model does not: the next goes on.
-
-    What a normalisation takes off a large sum is lost to rounding in the model, and folded into the bias it is not.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 4), nn.BatchNorm2d(2, affine=False, eps=0), nn.Flatten()).eval()
-    with torch.no_grad():
-        model[0].bias.fill_(100)
-        model[1].running_mean.fill_(100)
-        model[0].weight -= model[0].weight.mean((2, 3), keepdim=True)  # grey images are on the boundary
-        apart = model[0].weight[0] - model[0].weight[1]
-        near = 0.5 + 0.02 * torch.randn(400, 1, 4, 4)
-        lead = (near.double() * apart.double()).flatten(1).sum(1) / apart.double().square().sum()
-        near = near - lead.float()[:, None, None, None] * apart  # on the boundary
-        y = model(near).argmax(1)
-        with frozen(model, near) as net:
-            doubtful = net(near).argmax(1) != y
-        near, y = near[doubtful], y[doubtful]
-        x = near + 0.2 * (1 - 2 * y)[:, None, None, None] * apart
+    """A part finds points that only the folded network gets wrong: the next part continues with these images."""
+    model, near, y, apart = near_the_boundary()
+    x = near + 0.2 * (1 - 2 * y)[:, None, None, None] * apart
     assert right(model, near, y).sum() > 20 and right(model, x, y).all()
 
     class Rounded(Apgd):
@@ -171,12 +154,18 @@ def test_a_point_counts_if_the_model_itself_is_wrong() -> None:
     assert not right(model, Both(0.2)(model, x, y), y).any()
 
 
-def test_who_is_wrong_costs_nothing() -> None:
+@pytest.mark.parametrize("attack", [Apgd(0.2, steps=10), ApgdT(0.2, steps=10), Square(0.2, steps=50), Short(0.2)])
+def test_an_image_that_only_the_folded_network_gets_wrong_is_attacked(attack: Any) -> None:
+    model, x, y, _ = near_the_boundary()
+    assert right(model, x, y).all() and not right(model, attack(model, x, y), y).any()
+
+
+def test_an_image_that_is_misclassified_is_not_attacked() -> None:
     model, (x, _) = Calls(trained(4)), task(4, 20)
     mistaken = (model(x).argmax(1) + 1) % 4
     model.sizes.clear()
     points = AutoAttack(0.1, fast=False)(model, x, mistaken)
-    assert torch.equal(points, x) and sum(model.sizes) <= 1 + 20 + 20  # classes, clean logits, the check
+    assert torch.equal(points, x) and sum(model.sizes) <= 1 + 20  # the number of classes, the clean logits
 
 
 def test_the_model_does_not_notice_and_the_seed_decides() -> None:

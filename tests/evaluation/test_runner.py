@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from harp.system.distributed.peers import Alone
 from harp.system.interrupt import Stop
 from harp.system.tensors import load_tensors
 from support import cases
+from support.attacking import near_the_boundary
 
 EPSILON = 0.08
 T = TypeVar("T")
@@ -200,7 +202,10 @@ def test_states_of_three_processes_go_on_in_one_and_in_two(
 class Boaster(Stepwise):
     """Claims to have fooled every image at once, and has not touched it."""
 
-    name, epsilon, norm, fast = "boaster", EPSILON, "linf", True
+    name, epsilon, norm = "boaster", EPSILON, "linf"
+
+    def __init__(self, *, fast: bool) -> None:
+        self.fast = fast
 
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
         return {"points": x.clone()}
@@ -215,9 +220,31 @@ class Boaster(Stepwise):
 
 
 def test_what_the_attack_believed_is_kept_beside_what_is_true(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
-    outcome = run(trained, Boaster())
+    outcome = run(trained, Boaster(fast=False))
     assert int(outcome.during.sum()) == 0
     assert torch.equal(outcome.right, run(trained, None).right)
+
+
+@pytest.mark.parametrize("attack", [Apgd(0.2, steps=10), AutoAttackLite(0.2)])
+def test_an_image_that_only_the_folded_network_gets_wrong_is_attacked(attack: Attack) -> None:
+    model, x, y, _ = near_the_boundary()
+    assert run((model, x, y), None).right.all()
+    outcome = run((model, x, y), attack)
+    assert outcome.parts[0]["tried"] == len(x)
+    assert not outcome.right.any()
+
+
+def test_an_ensemble_continues_where_only_the_folded_network_is_wrong() -> None:
+    model, x, y, _ = near_the_boundary()
+
+    @dataclass(frozen=True)
+    class BoasterFirst(AutoAttackLite):
+        def parts(self, classes: int) -> list[Stepwise]:
+            return [Boaster(fast=True), Apgd(0.2, steps=10)]
+
+    outcome = run((model, x, y), BoasterFirst(0.2))
+    assert [(part["tried"], part["fooled"]) for part in outcome.parts] == [(len(x), 0), (len(x), len(x))]
+    assert not outcome.right.any() and not outcome.during.any()
 
 
 def test_nothing_left_to_attack_is_no_trouble(trained: tuple[nn.Module, Tensor, Tensor]) -> None:

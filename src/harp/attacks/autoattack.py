@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks.apgd import Apgd, ApgdT
-from harp.attacks.batched import Stepwise, attacked, wrong
+from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
+from harp.attacks.fast_forward import frozen
 from harp.attacks.square import Square
 from harp.attacks.threat import Ball, images_in_box, logits
-from harp.models.modes import evaluating
 from harp.system.seeds import derive
 
 
@@ -69,15 +69,16 @@ class AutoAttack:
             points = x.clone()
             if self.epsilon == 0 or len(x) == 0:
                 return points
-            with evaluating(model):
-                answer = logits(model, x)
-                left = (~wrong(answer, y)).nonzero().flatten()
-                for part in self.parts(answer.shape[1]):
+            with frozen(model, x, fast=self.fast) as net:
+                left = torch.arange(len(x), device=x.device)
+                for part in self.parts(logits(net, x[:1]).shape[1]):
+                    own = derive(seed, part.name)
+                    packing = Packing(part, net, x[left], y[left], batch=len(x), seed=own, model=model)
+                    packing.run()
+                    points[left] = packing.points
+                    left = left[~packing.fooled]
                     if len(left) == 0:
                         break
-                    points[left] = attacked(part, model, x[left], y[left], derive(seed, part.name)).points
-                    # The folded network rounds differently: an image is fooled if the model itself gets it wrong.
-                    left = left[~wrong(logits(model, points[left]), y[left])]
             return points
 
 

@@ -76,34 +76,29 @@ class Stepwise(ABC):
             seed = int(torch.randint(2**62, (1,)))
             if self.epsilon == 0 or len(x) == 0:
                 return x
-            return attacked(self, model, x, y, seed).points
-
-
-def attacked(attack: Stepwise, model: nn.Module, x: Tensor, y: Tensor, seed: int) -> "Packing":
-    """A finished attack on all images that the model itself gets right."""
-    with frozen(model, x, fast=attack.fast) as net:
-        right = ~wrong(logits(model, x), y)
-        packing = Packing(attack, net, x, y, batch=len(x), seed=seed, right=right)
-        packing.run()
-    return packing
+            with frozen(model, x, fast=self.fast) as net:
+                packing = Packing(self, net, x, y, batch=len(x), seed=seed, model=model)
+                packing.run()
+            return packing.points
 
 
 class Packing:
     """An attack on images through a batch that is refilled.
 
-    `points` holds an image in each ball, and `fooled` says where it is misclassified. `right` are the images to attack:
-    those that the plain model gets right, which may be others than those of `net` because of rounding. By default
-    they are those that `net` gets right. The other images count as fooled. All images are on the device of the network.
+    `points` holds an image in each ball, and `fooled` says where it is misclassified; images that are misclassified
+    without an attack are fooled from the start. If `net` is a folded form of `model`, which rounds differently, an
+    image that only `net` gets wrong is not fooled, and its attack continues. All images are on the network's device.
     """
 
     def __init__(
-        self, attack: Stepwise, net: Logits, x: Tensor, y: Tensor, *, batch: int, seed: int, right: Tensor | None = None
+        self, attack: Stepwise, net: Logits, x: Tensor, y: Tensor, *, batch: int, seed: int, model: Logits | None = None
     ) -> None:
         self.attack, self.net, self.x, self.y, self.batch, self.seed = attack, net, x, y, batch, seed
+        self.model = net if model is None else model
         self.points = x.clone()
         starts = range(0, max(1, len(x)), batch)  # at least one call: its shape says the number of classes
         self.clean = torch.cat([logits(net, x[start : start + batch]) for start in starts])
-        self.fooled = wrong(self.clean, y) if right is None else ~right
+        self.fooled = self._confirmed(wrong(self.clean, y), x, y)
         self.queue = (~self.fooled).nonzero().flatten()
         self.taken = self.ticks = 0
         self.slots = self.queue[:0]  # the images in the batch
@@ -124,6 +119,7 @@ class Packing:
             x, y = self._batch = self._batch or (self.x[self.slots], self.y[self.slots])
             fooled, ended = self.attack.advance(self.net, x, y, self.rows, self._generator("step"))
             self.ticks += 1
+            fooled = self._confirmed(fooled, self.rows["points"], y)
             leaving = fooled | ended
             if bool(leaving.any()):
                 self.points[self.slots[leaving]] = self.rows["points"][leaving]
@@ -154,6 +150,13 @@ class Packing:
         self.slots, self._batch = torch.cat([self.slots, fresh]), None
         self.joined = torch.cat([self.joined, torch.full_like(fresh, self.ticks)])
         self.rows = {key: torch.cat([self.rows[key], rows]) for key, rows in began.items()} if self.rows else began
+
+    def _confirmed(self, fooled: Tensor, points: Tensor, y: Tensor) -> Tensor:
+        """The images among `fooled` that the plain model gets wrong, too."""
+        if self.model is self.net or not fooled.any():
+            return fooled
+        rows = fooled.nonzero().flatten()
+        return fooled.index_put((rows,), wrong(logits(self.model, points[rows]), y[rows]))
 
     def _generator(self, purpose: str) -> torch.Generator:
         seed = derive(self.seed, self.attack.name, purpose, self.ticks)

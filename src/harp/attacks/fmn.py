@@ -32,7 +32,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from harp.attacks.batched import State, Stepwise, attacked, wrong
+from harp.attacks.batched import Packing, State, Stepwise, wrong
+from harp.attacks.fast_forward import frozen
 from harp.attacks.threat import Ball, check_number, images_in_box, length_of, margin, per_image, slope
 from harp.models.modes import Logits
 
@@ -88,7 +89,9 @@ class Fmn(Stepwise):
             x, y = images_in_box(x, y), y.clone()
             if len(x) == 0:
                 return x.new_zeros(0)
-            packing = attacked(replace(self, epsilon=math.inf), model, x, y, seed=0)
+            with frozen(model, x, fast=self.fast) as net:
+                packing = Packing(replace(self, epsilon=math.inf), net, x, y, batch=len(x), seed=0)
+                packing.run()
             return length_of(packing.points - x, self.norm).masked_fill(~packing.fooled, math.inf)
 
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
