@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import platform
 import random
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import harp
 from harp.attacks import Pgd
 from harp.errors import DataError, ModelError, RecipeError
+from harp.evaluation.confidence import wilson
 from harp.evaluation.score import Score, accuracy, subset
 from support import cases
 
@@ -33,9 +35,25 @@ def test_balanced() -> None:
     assert made.n == 110 and made.accuracy == pytest.approx(95 / 110)
     assert made.per_class[:2] == (0.9, 0.5) and made.per_class[2] != made.per_class[2]
     assert made.balanced_accuracy == pytest.approx(0.7)
-    half = 1.959964 * (0.9 * 0.1 / 100 + 0.5 * 0.5 / 10) ** 0.5 / 2
-    assert made.interval(balanced=True) == pytest.approx((0.7 - half, 0.7 + half))
-    assert score((1, 2), (1, 3)).interval(balanced=True)[1] == 1.0
+    (low, high), (low2, high2) = wilson(0.9, 100), wilson(0.5, 10)
+    below, above = math.hypot(0.9 - low, 0.5 - low2) / 2, math.hypot(high - 0.9, high2 - 0.5) / 2
+    assert made.interval(balanced=True) == pytest.approx((0.7 - below, 0.7 + above))
+    assert score((8,), (10,)).interval(balanced=True) == pytest.approx(score((8,), (10,)).interval())
+
+
+@pytest.mark.parametrize("correct", [(10, 20), (0, 0), (10, 0)])
+def test_the_balanced_interval_has_a_width_if_every_class_is_all_right_or_all_wrong(correct: tuple[int, int]) -> None:
+    low, high = score(correct, (10, 20)).interval(balanced=True)
+    value = score(correct, (10, 20)).balanced_accuracy
+    assert 0 <= low <= value <= high <= 1 and high - low > 0.05
+    wide, narrow = (
+        (b - a)
+        for a, b in (
+            score(correct, (10, 20)).interval(True),
+            score((1000 * correct[0], 1000 * correct[1]), (10_000, 20_000)).interval(True),
+        )
+    )
+    assert narrow < wide / 10
 
 
 def test_intervals_hold_what_they_promise() -> None:
@@ -45,6 +63,16 @@ def test_intervals_hold_what_they_promise() -> None:
         low, high = score((sum(generator.random() < 0.6 for _ in range(50)),), (50,)).interval()
         covered += low <= 0.6 <= high
     assert 925 <= covered <= 975
+
+
+def test_balanced_intervals_hold_what_they_promise() -> None:
+    generator = random.Random(0)
+    shares, totals, covered = (0.98, 0.7, 0.02), (40, 25, 15), 0
+    for _ in range(1000):
+        correct = [sum(generator.random() < share for _ in range(n)) for share, n in zip(shares, totals, strict=True)]
+        low, high = Score("clean", tuple(correct), totals).interval(balanced=True)
+        covered += low <= sum(shares) / 3 <= high
+    assert 930 <= covered <= 985
 
 
 def undecided(images: Tensor) -> nn.Module:

@@ -47,18 +47,8 @@ def measure(
     classes = classes_of(model, test.images, test.labels, source.num_classes)
     outcome = Assault(model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **options).run()
     scored = score(outcome.right, test.labels, attack, classes=classes, batch=batch, seed=seed)
-    low, high = scored.interval(balanced=source.balanced)
-    result = {
-        **scored.as_dict(),
-        "name": name,
-        "measure": "balanced accuracy" if source.balanced else "accuracy",
-        "value": scored.balanced_accuracy if source.balanced else scored.accuracy,
-        "low": low,
-        "high": high,
-        "data": source.name,
-        "source": source.source,
-        "seed": seed,
-    }
+    facts = {"name": name, "data": source.name, "source": source.source}
+    result = {**scored.summary(source.balanced), **facts}
     if len(test) < requested:
         result["undecodable"] = requested - len(test)  # images that were left out
     return result, outcome

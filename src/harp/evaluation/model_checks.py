@@ -25,6 +25,11 @@ class Finding:
     text: str
 
 
+def judged(check: str, verdict: Verdict, observed: str, advice: str) -> Finding:
+    """A finding whose text is what was observed, with the advice if the verdict is not good."""
+    return Finding(check, verdict, observed if verdict == "good" else observed + advice)
+
+
 @dataclass(frozen=True)
 class Examination:
     """The results of all checks."""

@@ -1,4 +1,4 @@
-"""The audit of a network: every number is measured once, written to a file of its own, and can be resumed.
+"""The results of a network: every number is measured once, written to a file of its own, and can be resumed.
 
     FOLDER/<kind>-<name>-<hash>.json          the result, and all that it depends on
     FOLDER/<kind>-<name>-<hash>.state.pt      the state of an attack that was interrupted
@@ -12,6 +12,7 @@ other settings never get an old result. `harp run` writes its results this way t
 import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from harp.data.decodable import readable
 from harp.errors import CheckpointError, DataError, Interrupted, ModelError
 from harp.evaluation import accuracy, consistency, corruptions, gradient_masking
 from harp.evaluation.accuracy import Subject
-from harp.evaluation.predict import answer, as_input, example_of, predicted
+from harp.evaluation.predict import answer, as_input, example_of, predicted_in_batches
 from harp.evaluation.runner import BATCH, Outcome, forget, seeded
 from harp.evaluation.score import score, subset
 from harp.models.weights import fingerprint
@@ -90,7 +91,8 @@ class Audit:
         """Accuracy on the images as they are."""
         result = self.under("natural", None)
         wrong = torch.tensor([index for index, bit in enumerate(result["images"]) if bit == "0"], dtype=torch.long)
-        not_finite = int((self._predict(self.subject.model, self.test.select(wrong).images) < 0).sum())
+        classes = predicted_in_batches(self.subject.model, self.test.select(wrong).images, self.batch)
+        not_finite = int((classes < 0).sum())
         if not_finite:
             raise ModelError(
                 f"the logits of {not_finite} of {result['n']} images are not finite: nothing can be measured"
@@ -140,24 +142,25 @@ class Audit:
 
     def counted(self, right: Tensor, like: Mapping[str, Any]) -> dict[str, Any]:
         """The accuracy by flags of which images are right; the other fields come from the result `like`."""
-        classes, balanced = self.subject.data.num_classes, self.subject.data.balanced
-        scored = score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
-        low, high = scored.interval(balanced=balanced)
-        value = scored.balanced_accuracy if balanced else scored.accuracy
-        facts = {"name": like["name"], "attack": like["attack"], "network": self.network}
-        result = {**like, **scored.as_dict(), **facts, "value": value, "low": low, "high": high, "images": _bits(right)}
+        data = self.subject.data
+        scored = score(right, self.test.labels, None, classes=data.num_classes, batch=self.batch, seed=self.seed)
+        facts = {"name": like["name"], "attack": like["attack"], "network": self.network, "images": _bits(right)}
+        result = {**like, **scored.summary(data.balanced), **facts}
         return {key: item for key, item in result.items() if key not in ("parts", "during", "seconds", "witness")}
 
     def curve(self, ball: Ball) -> dict[str, Any]:
         """Accuracy over the radius of the ball; each radius has an attack of its own."""
-        attacks = [(scale * ball.epsilon, Apgd(scale * ball.epsilon, ball.norm, steps=50)) for scale in CURVE]
-        natural = self.natural()
-        points = [{"epsilon": 0.0, **{key: natural[key] for key in ("value", "low", "high", "n")}}]
-        for epsilon, attack in attacks:
-            result = self._accuracy("radius", f"{attack.name}-{epsilon:.4g}", attack, 0)
-            points.append({"epsilon": epsilon, **{key: result[key] for key in ("value", "low", "high", "n")}})
-        curve = {"attack": attacks[0][1].name, "norm": ball.norm, "points": points}
-        return self._cached("curve", attacks[0][1].name, repr(ball), lambda stem: curve)
+        attacks = [Apgd(scale * ball.epsilon, ball.norm, steps=50) for scale in CURVE]
+        results = [(0.0, self.natural())]
+        for attack in attacks:
+            result = self._accuracy("radius", f"{attack.name}-{attack.epsilon:.4g}", attack, 0)
+            results.append((attack.epsilon, result))
+        points = [
+            {"epsilon": epsilon, **{key: result[key] for key in ("value", "low", "high", "n")}}
+            for epsilon, result in results
+        ]
+        curve = {"attack": attacks[0].name, "norm": ball.norm, "points": points}
+        return self._cached("curve", attacks[0].name, repr(ball), lambda stem: curve)
 
     def distances(self, norm: str) -> dict[str, Any]:
         """The distance to the nearest adversarial image that a minimum-norm attack finds."""
@@ -205,10 +208,10 @@ class Audit:
         """The predictions that pruning has changed."""
 
         def measure(stem: Path | None) -> dict[str, Any]:
-            before, after, y = self._predict(dense), self._predict(self.subject.model), self.test.labels.cpu()
+            models, y = (dense, self.subject.model), self.test.labels.cpu()
+            before, after = (predicted_in_batches(model, self.test.images, self.batch) for model in models)
             right_before, right_after = before == y, after == y
             changed = (before != after).nonzero().flatten()
-            listed = changed[:_SHOWN].tolist()
             return {
                 "both_right": int((right_before & right_after).sum()),
                 "lost": int((right_before & ~right_after).sum()),
@@ -217,7 +220,7 @@ class Audit:
                 "changed": len(changed),
                 "examples": [
                     {"index": int(self.chosen[i]), "label": int(y[i]), "dense": int(before[i]), "pruned": int(after[i])}
-                    for i in listed
+                    for i in changed[:_SHOWN].tolist()
                 ],
             }
 
@@ -247,13 +250,11 @@ class Audit:
 
         def measure(stem: Path | None) -> dict[str, Any]:
             sample = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
-            images = as_input(sample.images[:], self.like)
-            labels = sample.labels.to(self.like.device)
             findings = [
-                *gradient_masking.inspect(self.subject.model, images, labels, ball, seed=self.seed),
+                *gradient_masking.inspect(self.subject.model, sample.images[:], sample.labels, ball, seed=self.seed),
                 *consistency.review(results),
             ]
-            return {"findings": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings]}
+            return {"findings": [asdict(finding) for finding in findings]}
 
         values = "/".join(f"{result['name']}={result.get('value')}" for result in results if "name" in result)
         return self._cached("checks", "robustness", f"{ball!r}/{values}", self._on_first(measure))
@@ -267,15 +268,10 @@ class Audit:
         if saved is not None:
             self._remove_state(stem)  # the process may have been killed after it wrote the result
             return saved
-        source = self.subject.data
-        facts = {
-            "network": self.network,
-            "data": source.name,
-            "source": source.source,
-            "seed": self.seed,
-            "n": len(self.test),
-        }
-        result = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
+        data = self.subject.data
+        origin = {"kind": kind, "classes": list(data.classes), "data": data.name, "source": data.source}
+        facts = {"network": self.network, "seed": self.seed, "n": len(self.test)}
+        result = {**origin, **facts, **measure(stem)}
         self._write(stem, result)
         self._remove_state(stem)
         return result
@@ -332,14 +328,11 @@ class Audit:
         """A few images before and after an attack, as bytes."""
         items = [
             {
-                "index": int(self.chosen[int(examples["index"][i])]),
-                "label": int(examples["label"][i]),
-                "before": int(examples["before"][i]),
-                "after": int(examples["after"][i]),
-                "image": _bytes(examples["image"][i]),
-                "attacked": _bytes(examples["attacked"][i]),
+                "index": int(self.chosen[examples["index"][row]]),
+                **{key: int(examples[key][row]) for key in ("label", "before", "after")},
+                **{key: _bytes(examples[key][row]) for key in ("image", "attacked")},
             }
-            for i in range(len(examples["index"]))
+            for row in range(len(examples["index"]))
         ]
         facts = {"attack": name, "epsilon": getattr(attack, "epsilon", None)}
         return {**facts, "shape": list(examples["image"].shape[1:]), "items": items}
@@ -351,12 +344,6 @@ class Audit:
             batches.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
             self._count(done + start + len(batches[-1]), 2 * len(self.test), "agreement")
         return torch.cat(batches)
-
-    def _predict(self, model: nn.Module, images: Tensor | None = None) -> Tensor:
-        images = self.test.images if images is None else images
-        starts = range(0, len(images), self.batch)
-        parts = [predicted(model, as_input(images[s : s + self.batch], self.like)).cpu() for s in starts]
-        return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
 def _details(outcome: Outcome) -> dict[str, Any]:

@@ -342,10 +342,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     accelerators = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.random.fork_rng(devices=accelerators, device_type=kind):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        elif accelerators:
-            getattr(torch, kind).manual_seed(seed)
+        seed_generators(seed, device)
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the random numbers of the CPU and of one device; `torch.manual_seed` would seed all devices."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type != "cpu":
+        getattr(torch, device.type).manual_seed(seed)
