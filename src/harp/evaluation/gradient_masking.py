@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 
 import torch
@@ -33,10 +34,7 @@ _USUAL = 10  # the steps of a usual attack
 _NOISES = 20  # random points for each image
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _cross_entropy(answer: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(answer, y, reduction="none")
+_cross_entropy: _Loss = partial(F.cross_entropy, reduction="none")
 
 
 def _negative_margin(answer: Tensor, y: Tensor) -> Tensor:
@@ -142,12 +140,10 @@ def _normalisation(subject: _Subject, layer: Finding, x: Tensor, y: Tensor) -> F
     if layer.verdict == "good":
         return layer
     mean, std = x.mean((0, *range(2, x.ndim)), keepdim=True), x.std((0, *range(2, x.ndim)), keepdim=True)
+    images = {"given": x, "standardised": (x - mean) / std.clamp_min(1e-3)}
+    answers = [subject.ask(subject.fresh(), images[name], name) for name in images]
     given, other = (
-        score(answer.cpu().argmax(1) == y.cpu(), y, None, classes=answer.shape[1], batch=len(x), seed=subject.seed)
-        for answer in (
-            subject.ask(subject.fresh(), x, "given"),
-            subject.ask(subject.fresh(), (x - mean) / std.clamp_min(1e-3), "standardised"),
-        )
+        score((z.argmax(1) == y).cpu(), y, None, classes=z.shape[1], batch=len(x), seed=subject.seed) for z in answers
     )
     seen = f"{given.accuracy:.0%} of the images are right as given, {other.accuracy:.0%} when standardised"
     if other.interval()[0] > given.interval()[1]:

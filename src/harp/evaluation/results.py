@@ -25,7 +25,7 @@ from harp.errors import CheckpointError, DataError, Interrupted, ModelError
 from harp.evaluation import accuracy, consistency, corruptions, gradient_masking
 from harp.evaluation.accuracy import Subject
 from harp.evaluation.predict import answer, as_input, example_of, predicted_in_batches
-from harp.evaluation.runner import BATCH, Outcome, forget, seeded
+from harp.evaluation.runner import BATCH, forget, seeded
 from harp.evaluation.score import score, subset
 from harp.models.weights import fingerprint
 from harp.system import files
@@ -92,11 +92,8 @@ class Audit:
         result = self.under("natural", None)
         wrong = torch.tensor([index for index, bit in enumerate(result["images"]) if bit == "0"], dtype=torch.long)
         classes = predicted_in_batches(self.subject.model, self.test.select(wrong).images, self.batch)
-        not_finite = int((classes < 0).sum())
-        if not_finite:
-            raise ModelError(
-                f"the logits of {not_finite} of {result['n']} images are not finite: nothing can be measured"
-            )
+        if count := int((classes < 0).sum()):
+            raise ModelError(f"the logits of {count} of {result['n']} images are not finite: nothing can be measured")
         return result
 
     def under(self, name: str, attack: Any) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class Audit:
     def _accuracy(self, kind: str, name: str, attack: Any, pictures: int) -> dict[str, Any]:
         """Accuracy under an attack, from a file if it was measured before."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             with self.display.counting(f"test {name}", len(self.test)):
                 result, outcome = accuracy.measure(
                     self.subject.model,
@@ -116,8 +113,8 @@ class Audit:
                     examples=self.examples,
                     seed=self.seed,
                     batch=self.batch,
-                    path=None if stem is None else _state(stem),
-                    store=stem if self.store else None,
+                    path=self._path(kind, name, repr(attack), ".state.pt"),
+                    store=self._path(kind, name, repr(attack), "") if self.store else None,
                     pictures=pictures,
                     witness=self.witness,
                     progress=self.display.count,
@@ -125,10 +122,14 @@ class Audit:
                     peers=self.peers,
                 )
             if len(outcome.examples.get("index", ())):
-                self._cached("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
+                self._cached("examples", name, repr(attack), lambda: self._pictures(name, attack, outcome.examples))
             if self.witness is not None:
                 result["witness"] = {"network": fingerprint(self.witness), "images": _bits(outcome.witnessed)}
-            return result | _details(outcome)
+            if outcome.parts:
+                result["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
+            if not torch.equal(outcome.right, outcome.during):
+                result["during"] = float(outcome.during.float().mean())
+            return {**result, "images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
 
         return self._cached(kind, name, repr(attack), measure)
 
@@ -160,13 +161,13 @@ class Audit:
             for epsilon, result in results
         ]
         curve = {"attack": attacks[0].name, "norm": ball.norm, "points": points}
-        return self._cached("curve", attacks[0].name, repr(ball), lambda stem: curve)
+        return self._cached("curve", attacks[0].name, repr(ball), lambda: curve)
 
     def distances(self, norm: str) -> dict[str, Any]:
         """The distance to the nearest adversarial image that a minimum-norm attack finds."""
         attack = Fmn(norm=norm)
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             values: dict[int, Tensor] = {}
             with self.display.counting(f"test {attack.name}", len(self.test)):
                 for start in range(0, len(self.test), self.batch)[self.peers.rank :: self.peers.world]:
@@ -187,7 +188,7 @@ class Audit:
         """Accuracy on the published files of corrupted test images in a folder, such as those of CIFAR-10-C."""
         parts = corruptions.find(folder, self.subject.data)
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             with self.display.counting("test corruptions", len(parts)):
                 result = corruptions.measure(
                     self.subject.model,
@@ -199,7 +200,7 @@ class Audit:
                 )
             return {"files": folder.resolve().name, **result}
 
-        result = self._cached("corruptions", "files", corruptions.digest(parts), self._on_first(measure))
+        result = self._cached("corruptions", "files", corruptions.digest(parts), measure, alone=True)
         if result["missing"]:
             self.display.note(f"{folder} has no {', '.join(result['missing'])}: published means are over these too")
         return result
@@ -207,7 +208,7 @@ class Audit:
     def flips(self, dense: nn.Module) -> dict[str, Any]:
         """The predictions that pruning has changed."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             models, y = (dense, self.subject.model), self.test.labels.cpu()
             before, after = (predicted_in_batches(model, self.test.images, self.batch) for model in models)
             right_before, right_after = before == y, after == y
@@ -224,12 +225,12 @@ class Audit:
                 ],
             }
 
-        return self._cached("flips", "dense", fingerprint(dense), self._on_first(measure))
+        return self._cached("flips", "dense", fingerprint(dense), measure, alone=True)
 
     def agreement(self, other: nn.Module) -> dict[str, Any]:
         """How far the logits of another network are from the subject's, on clean images."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             with self.display.counting("agreement", 2 * len(self.test)):
                 own, others = self._logits(self.subject.model, 0), self._logits(other, len(self.test))
             if own.shape != others.shape:
@@ -243,12 +244,12 @@ class Audit:
                 "relative": difference / largest if largest else difference,  # to the largest logit
             }
 
-        return self._cached("agreement", "answers", fingerprint(other), self._on_first(measure))
+        return self._cached("agreement", "answers", fingerprint(other), measure, alone=True)
 
     def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Signs of false robustness: in the model, and in the numbers measured so far."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             sample = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
             findings = [
                 *gradient_masking.inspect(self.subject.model, sample.images[:], sample.labels, ball, seed=self.seed),
@@ -257,24 +258,33 @@ class Audit:
             return {"findings": [asdict(finding) for finding in findings]}
 
         values = "/".join(f"{result['name']}={result.get('value')}" for result in results if "name" in result)
-        return self._cached("checks", "robustness", f"{ball!r}/{values}", self._on_first(measure))
+        return self._cached("checks", "robustness", f"{ball!r}/{values}", measure, alone=True)
 
     def _cached(
-        self, kind: str, name: str, conditions: str, measure: Callable[[Path | None], dict[str, Any]]
+        self, kind: str, name: str, conditions: str, measure: Callable[[], dict[str, Any]], *, alone: bool = False
     ) -> dict[str, Any]:
-        """The result in the file of this measurement; if there is none, measure now and write the file."""
-        stem = None if self.folder is None else self.folder / self._names(kind, name, conditions)[0]
-        saved = self.peers.first(self._read_saved(kind, name, conditions))
-        if saved is not None:
-            self._remove_state(stem)  # the process may have been killed after it wrote the result
-            return saved
-        data = self.subject.data
-        origin = {"kind": kind, "classes": list(data.classes), "data": data.name, "source": data.source}
-        facts = {"network": self.network, "seed": self.seed, "n": len(self.test)}
-        result = {**origin, **facts, **measure(stem)}
-        self._write(stem, result)
-        self._remove_state(stem)
+        """The result in the file of this measurement; if there is none, measure now and write the file.
+
+        `alone`: the first process measures and the others wait, for work that is too short to share.
+        """
+        result = self.peers.first(self._read_saved(kind, name, conditions))
+        if result is None:
+            measured = measure() if self.peers.rank == 0 or not alone else {}
+            if alone:
+                self.peers.meet(self._stop_if_asked)
+                measured = self.peers.first(measured)
+            data = self.subject.data
+            origin = {"kind": kind, "classes": list(data.classes), "data": data.name, "source": data.source}
+            result = {**origin, "network": self.network, "seed": self.seed, "n": len(self.test), **measured}
+            self._write(kind, name, conditions, result)
+        # Also for an old result: the process may have been killed after it wrote it.
+        if (path := self._path(kind, name, conditions, ".state.pt")) is not None and self.peers.rank == 0:
+            forget(path)
         return result
+
+    def _path(self, kind: str, name: str, conditions: str, suffix: str) -> Path | None:
+        """The file of a measurement that has this suffix; None if nothing is written."""
+        return None if self.folder is None else self.folder / (self._names(kind, name, conditions)[0] + suffix)
 
     def _names(self, kind: str, name: str, conditions: str) -> list[str]:
         """The file names, without suffix, that a result may have; new files get the first one."""
@@ -288,32 +298,23 @@ class Audit:
         elsewhere = () if self.store else self.subject.measured  # other folders may lack the images to store
         folders = (*([] if self.folder is None else [self.folder]), *elsewhere)
         path = next((file for where in folders for stem in names if (file := where / f"{stem}.json").is_file()), None)
-        saved = None if path is None else _read(path)
-        if path is not None and saved is not None and path.parent != self.folder:
+        if path is None:
+            return None
+        try:
+            saved = files.read_json(path)
+        except CheckpointError as error:
+            raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
+        if path.parent != self.folder:
             if kind == "accuracy":
                 self.display.note(f"{name}: measured before, taken from {path}")
                 self._read_saved("examples", name, conditions)
-            self._write(None if self.folder is None else self.folder / names[0], saved)
+            self._write(kind, name, conditions, saved)
         return saved
 
-    def _write(self, stem: Path | None, result: dict[str, Any]) -> None:
-        if stem is not None and self.peers.rank == 0:
-            insist(lambda: files.write_json(stem.with_name(f"{stem.name}.json"), result), stop=self.stop)
-
-    def _remove_state(self, stem: Path | None) -> None:
-        """Remove the state of an attack whose result is written."""
-        if stem is not None and self.peers.rank == 0:
-            forget(_state(stem))
-
-    def _on_first(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
-        """Let the first process measure while the others wait: for work that is too short to share."""
-
-        def measure_on_first(stem: Path | None) -> dict[str, Any]:
-            result = measure(stem) if self.peers.rank == 0 else {}
-            self.peers.meet(self._stop_if_asked)
-            return self.peers.first(result)
-
-        return measure_on_first
+    def _write(self, kind: str, name: str, conditions: str, result: dict[str, Any]) -> None:
+        path = self._path(kind, name, conditions, ".json")
+        if path is not None and self.peers.rank == 0:
+            insist(lambda: files.write_json(path, result), stop=self.stop)
 
     def _count(self, done: float, total: int, text: str = "") -> None:
         """Show the progress, and stop if a stop was requested."""
@@ -344,27 +345,6 @@ class Audit:
             batches.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
             self._count(done + start + len(batches[-1]), 2 * len(self.test), "agreement")
         return torch.cat(batches)
-
-
-def _details(outcome: Outcome) -> dict[str, Any]:
-    """The details of an attack that are kept beside its accuracy."""
-    details: dict[str, Any] = {"images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
-    if outcome.parts:
-        details["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
-    if not torch.equal(outcome.right, outcome.during):
-        details["during"] = float(outcome.during.float().mean())
-    return details
-
-
-def _state(stem: Path) -> Path:
-    return stem.with_name(f"{stem.name}.state.pt")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return files.read_json(path)
-    except CheckpointError as error:
-        raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
 
 
 def _bits(right: Tensor) -> str:

@@ -275,7 +275,8 @@ class Assault:
             results = {number: dict(vars(result)) for number, result in self.results.items()}
             in_progress = {number: dict(vars(portion)) for number, portion in self.in_progress.items()}
             seconds = self.seconds_before + now - self.started
-            path = self.path if self.peers.rank == 0 else _path_of_rank(self.path, self.peers.rank)
+            rank = self.peers.rank
+            path = self.path if rank == 0 else self.path.with_name(f"{self.path.name}.{rank}")
             try:
                 save_state(path, {"size": self.size, "found": results, "begun": in_progress, "seconds": seconds})
             except DiskError as error:
@@ -322,10 +323,6 @@ def _state_paths(path: Path | None) -> list[Path]:
         return []
     others = [other for other in path.parent.glob(f"{path.name}.*") if other.suffix[1:].isdigit()]
     return [path, *sorted(others)]
-
-
-def _path_of_rank(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.{rank}")
 
 
 def parts(attack: Attack | None, classes: int) -> list[Stepwise]:
