@@ -43,7 +43,7 @@ def test_the_standard_ensemble() -> None:
     assert not any(part.fast for part in AutoAttack(fast=False).parts(10))
 
 
-def test_lite_is_the_first_two_and_says_what_it_is_not() -> None:
+def test_autoattack_lite_is_the_first_two_attacks() -> None:
     assert list(AutoAttackLite(0.1).parts(10)) == list(AutoAttack(0.1).parts(10)[:2])
     assert "not AutoAttack" in (AutoAttackLite.__doc__ or "")
     assert (AutoAttack().name, AutoAttackLite().name) == ("autoattack", "aa-lite")
@@ -111,7 +111,7 @@ def test_points_are_in_the_ball_and_the_box(norm: str) -> None:
     assert Short(BALLS[norm], norm)(model, x[:1], y[:1]).shape == x[:1].shape
 
 
-def test_parts_work_on_what_is_left() -> None:
+def test_each_attack_gets_the_images_that_are_left() -> None:
     model, (x, y) = trained(4), task(4, 30)
     tried: list[tuple[str, int]] = []
 
@@ -168,7 +168,7 @@ def test_an_image_that_is_misclassified_is_not_attacked() -> None:
     assert torch.equal(points, x) and sum(model.sizes) <= 1 + 20  # the number of classes, the clean logits
 
 
-def test_the_model_does_not_notice_and_the_seed_decides() -> None:
+def test_the_model_is_unchanged_and_the_result_depends_on_the_seed() -> None:
     model, (x, y) = cases.build("conv"), cases.batch(8)
     model.train()
     before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]

@@ -168,7 +168,7 @@ def test_portions_give_the_same_bits_in_any_process(
 
 
 @pytest.mark.parametrize("name", ["pgd", "apgd"])
-def test_states_of_three_processes_go_on_in_one_and_in_two(
+def test_states_of_three_processes_continue_in_one_and_in_two(
     trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "FEWEST", 4)
@@ -219,7 +219,7 @@ class Boaster(Stepwise):
         return 1
 
 
-def test_what_the_attack_believed_is_kept_beside_what_is_true(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+def test_the_attacks_own_count_is_kept_beside_the_result(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
     outcome = run(trained, Boaster(fast=False))
     assert int(outcome.during.sum()) == 0
     assert torch.equal(outcome.right, run(trained, None).right)
@@ -247,7 +247,7 @@ def test_an_ensemble_continues_where_only_the_folded_network_is_wrong() -> None:
     assert not outcome.right.any() and not outcome.during.any()
 
 
-def test_nothing_left_to_attack_is_no_trouble(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+def test_an_attack_on_no_images_works(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, y = trained
     never = (y + 1) % 4  # not one label is right
     wrong = model(x).argmax(1) != never

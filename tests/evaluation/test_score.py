@@ -56,7 +56,7 @@ def test_the_balanced_interval_has_a_width_if_every_class_is_all_right_or_all_wr
     assert narrow < wide / 10
 
 
-def test_intervals_hold_what_they_promise() -> None:
+def test_intervals_cover_the_true_accuracy() -> None:
     generator = random.Random(0)
     covered = 0
     for _ in range(1000):
@@ -65,7 +65,7 @@ def test_intervals_hold_what_they_promise() -> None:
     assert 925 <= covered <= 975
 
 
-def test_balanced_intervals_hold_what_they_promise() -> None:
+def test_balanced_intervals_cover_the_true_accuracy() -> None:
     generator = random.Random(0)
     shares, totals, covered = (0.98, 0.7, 0.02), (40, 25, 15), 0
     for _ in range(1000):
@@ -184,7 +184,7 @@ def test_answers_that_are_not_finite_are_wrong() -> None:
     assert accuracy(Broken(), images, labels * 0).accuracy == 0
 
 
-def test_senseless_input() -> None:
+def test_invalid_input_is_refused() -> None:
     images, labels = cases.batch(10)
     model = undecided(images)
     for x, y in ((images[:0], labels[:0]), (images, labels[:5]), (images, labels + 4), (images, labels - 5)):
