@@ -17,7 +17,7 @@ from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Fgsm, Pgd, Square
 from harp.attacks.batched import State, Stepwise
 from harp.errors import Interrupted
 from harp.evaluation import runner
-from harp.evaluation.runner import Assault, Outcome
+from harp.evaluation.runner import AttackRun, Outcome
 from harp.models.modes import Logits
 from harp.system import files
 from harp.system.distributed.peers import Alone
@@ -48,7 +48,7 @@ def trained() -> tuple[nn.Module, Tensor, Tensor]:
 
 def run(trained: tuple[nn.Module, Tensor, Tensor], attack: Attack | None, **more: Any) -> Outcome:
     model, x, y = trained
-    return Assault(model, x, y, attack, classes=10, **{"batch": 16, "seed": 3, **more}).run()
+    return AttackRun(model, x, y, attack, classes=10, **{"batch": 16, "seed": 3, **more}).run()
 
 
 def facts(outcome: Outcome) -> Any:

@@ -68,5 +68,4 @@ def named(text: str, **fields: Any) -> Attack:
     try:
         return ATTACKS[match[1]](**numbers, **fields)
     except TypeError as error:
-        names = ", ".join({**numbers, **fields})
-        raise RecipeError(f"the attack {text!r} does not take these fields: {names}") from error
+        raise RecipeError(f"the attack {text!r} does not take {', '.join({**numbers, **fields})}") from error

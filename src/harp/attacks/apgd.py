@@ -116,8 +116,7 @@ class Apgd(Stepwise):
         state["current"], state["previous"] = self._next(x, current, gradient, state), current
         state["step"] = step + 1
 
-        runs = self.restarts * state["targets"].shape[1]
-        ended, again = next_runs(state, step == self.steps, runs, fooled)
+        ended, again = next_runs(state, step == self.steps, self.restarts * state["targets"].shape[1], fooled)
         if len(again):
             for key, rows in self._run(x[again], generator).items():
                 state[key][again] = rows

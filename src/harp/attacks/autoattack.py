@@ -66,11 +66,10 @@ class AutoAttack:
         with torch.inference_mode(False), torch.no_grad():
             x, y = images_in_box(x, y), y.clone()
             seed = int(torch.randint(2**62, (1,)))
-            points = x.clone()
             if self.epsilon == 0 or len(x) == 0:
-                return points
+                return x
+            points, left = x.clone(), torch.arange(len(x), device=x.device)
             with frozen(model, x, fast=self.fast) as net:
-                left = torch.arange(len(x), device=x.device)
                 for part in self.parts(logits(net, x[:1]).shape[1]):
                     own = derive(seed, part.name)
                     packing = Packing(part, net, x[left], y[left], batch=len(x), seed=own, model=model)

@@ -136,7 +136,8 @@ class Packing:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
         for name, value in state.items():
-            setattr(self, name, _on(value, self.x.device))
+            setattr(self, name, value.to(self.x.device) if isinstance(value, Tensor) else value)
+        self.rows = {key: rows.to(self.x.device) for key, rows in self.rows.items()}
         self._batch = None
 
     def _refill(self) -> None:
@@ -179,9 +180,3 @@ def next_runs(state: State, over: Tensor, runs: int, fooled: Tensor) -> tuple[Te
     state["run"] = state["run"] + over.long()
     ended = state["run"] == runs
     return ended, (over & ~ended & ~fooled).nonzero().flatten()
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    return value.to(device) if isinstance(value, Tensor) else value

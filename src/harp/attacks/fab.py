@@ -126,19 +126,16 @@ class Fab(Stepwise):
         )
         # Where a logit is not finite there is no plane: the point stays, and moves towards the image by α.
         lead, gradient = lead.nan_to_num(0, 0, 0), gradient.nan_to_num(0, 0, 0)
-        fooled = wrong(answer, y) & self._within(current - x)
+        fooled = wrong(answer, y) & (length_of(current - x, self.norm) <= self.epsilon)
 
         point = self._next(x, current, lead, gradient)
         beyond = wrong(logits(net, point), y)
-        reached = beyond & self._within(point - x)
+        reached = beyond & (length_of(point - x, self.norm) <= self.epsilon)
         state["points"][fooled] = current[fooled]
         state["points"][reached] = point[reached]
         state["current"] = torch.lerp(point, x, per_image((1 - self.beta) * beyond.to(x.dtype), x))
         state["step"] = state["step"] + 1
         return fooled | reached, self._turn(x, state, generator)
-
-    def _within(self, offset: Tensor) -> Tensor:
-        return length_of(offset, self.norm) <= self.epsilon
 
     def _next(self, x: Tensor, current: Tensor, lead: Tensor, gradient: Tensor) -> Tensor:
         """The mean of the two projections, weighted by their lengths."""
@@ -152,8 +149,7 @@ class Fab(Stepwise):
 
     def _turn(self, x: Tensor, state: State, generator: torch.Generator) -> Tensor:
         """Start the next run where one is over; which images have ended."""
-        over = state["step"] == self.steps
-        runs = self.restarts * state["targets"].shape[1]
+        over, runs = state["step"] == self.steps, self.restarts * state["targets"].shape[1]
         ended, again = next_runs(state, over, runs, fooled=torch.zeros_like(over))
         if len(again):
             state["step"][again] = 0

@@ -178,7 +178,7 @@ class FoldedLayer(nn.Module):
         self.before, self.after = layouts
         plain = type(layer) is nn.Conv2d and layer.groups == 1 and set(layer.dilation) == {1}
         few = plain and layer.in_channels <= _THIN and not isinstance(layer.padding, str)
-        self.thin = self.before is not None and few
+        self.thin = few and self.before is not None
         self.weight: Tensor = layer.weight.detach()
         if norm is not None:  # reused at every entry: new memory would cost as much as the folding
             self.weight = torch.empty_like(self.weight, memory_format=self.before or torch.preserve_format)
@@ -259,8 +259,7 @@ def _build(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
         return None
     if difference:
         _log.warning("the model is attacked as it is, because its folded form differs: %s", difference)
-        return None
-    return traced
+    return None if difference else traced
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:

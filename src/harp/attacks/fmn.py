@@ -123,7 +123,11 @@ class Fmn(Stepwise):
         alpha = self.alpha * (_ALPHA_END + (1 - _ALPHA_END) * decay)
         dual = torch.linalg.vector_norm(gradient.flatten(1), 1 if self.norm == "linf" else 2, dim=1)
         to_boundary = distance + lead.abs() / dual.clamp_min(torch.finfo(x.dtype).tiny)
-        state["radius"] = self._radius(x, state, beyond, to_boundary, gamma)
+        inner = torch.minimum(state["radius"] * (1 - gamma), state["nearest"])
+        outer = state["radius"] * (1 + gamma)
+        outer = torch.where(state["nearest"].isfinite(), outer, torch.maximum(outer, to_boundary))
+        corner = length_of(torch.maximum(x, 1 - x), self.norm)  # no point of the box is farther
+        state["radius"] = torch.where(beyond, inner, outer).minimum(corner)
         forward = Ball(1, "l2").steepest(gradient)
         state["current"] = _into(x, current - per_image(alpha, x) * forward, state["radius"], self.norm)
         state["step"] = step + 1
@@ -132,14 +136,6 @@ class Fmn(Stepwise):
         if self.epsilon < math.inf:
             return inside, ended
         return ended & state["nearest"].isfinite(), ended
-
-    def _radius(self, x: Tensor, state: State, beyond: Tensor, guess: Tensor, gamma: Tensor) -> Tensor:
-        radius, nearest = state["radius"], state["nearest"]
-        inner = torch.minimum(radius * (1 - gamma), nearest)
-        outer = radius * (1 + gamma)
-        outer = torch.where(nearest.isfinite(), outer, torch.maximum(outer, guess))
-        # No point of the box is farther than its farthest corner.
-        return torch.where(beyond, inner, outer).minimum(length_of(torch.maximum(x, 1 - x), self.norm))
 
 
 def _into(x: Tensor, points: Tensor, radius: Tensor, norm: str) -> Tensor:

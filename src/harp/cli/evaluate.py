@@ -44,7 +44,12 @@ def evaluate(
     curve: Annotated[bool, typer.Option("--curve", help="Accuracy over epsilon, too.")] = False,
     distances: Annotated[bool, typer.Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
     corruptions: Annotated[
-        Path | None, typer.Option(help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.")
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.",
+        ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="AutoAttack, curve and distances.")] = False,
     checks: Annotated[bool, typer.Option(help="Look for signs of false robustness.")] = True,

@@ -79,7 +79,7 @@ class _PortionResult:
     examples: dict[str, Tensor]
 
 
-class Assault:
+class AttackRun:
     """An attack on images (bytes, or numbers in [0, 1]); without one, the images as they are.
 
     Arguments:

@@ -13,7 +13,7 @@ import harp
 from harp.attacks import Attack, check_number
 from harp.evaluation.confidence import wilson
 from harp.evaluation.predict import classes_of
-from harp.evaluation.runner import BATCH, Assault
+from harp.evaluation.runner import BATCH, AttackRun
 from harp.system.distributed.peers import Alone
 
 
@@ -141,7 +141,7 @@ def accuracy(
         if progress is not None:
             progress(int(done), total)
 
-    assault = Assault(
+    assault = AttackRun(
         model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show, peers=peers
     )
     return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)
