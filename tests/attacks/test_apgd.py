@@ -85,7 +85,7 @@ def letter(
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_trajectory_is_the_papers(kind: Any, norm: str) -> None:
+def test_the_trajectory_is_that_of_the_paper(kind: Any, norm: str) -> None:
     model, (x, y) = cases.build("conv").double().eval(), cases.batch(2)
     x, epsilon = x.double(), 1e-3 if norm == "linf" else 2e-2
     y = model(x).argmax(1)
@@ -136,7 +136,8 @@ def test_checkpoints_of_any_length(steps: int) -> None:
 def test_starts_are_at_the_edge_of_the_ball() -> None:
     x = torch.full((16, 3, 8, 8), 0.5)
     for norm, epsilon in {"linf": 0.1, "l2": 0.4}.items():
-        start = Apgd(epsilon, norm)._start(x, torch.Generator().manual_seed(0))
+        attack, generator, y = Apgd(epsilon, norm), torch.Generator().manual_seed(0), torch.zeros(16, dtype=torch.long)
+        start = attack.begin(nn.Identity(), x, y, torch.zeros(16, 3), generator)["points"]
         offset = (start - x).flatten(1)
         size = offset.abs().amax(1) if norm == "linf" else offset.norm(dim=1)
         assert torch.allclose(size, torch.full((16,), epsilon), atol=1e-6)
@@ -168,7 +169,7 @@ def test_ratios_of_equal_logits_are_finite() -> None:
         assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), z)[0].isfinite().all()
 
 
-def test_words_tell_the_loss_and_the_targets() -> None:
+def test_words_name_the_loss_and_the_targets() -> None:
     assert Apgd().words(10) == "cross entropy"
     assert ApgdT().words(10) == "difference of logits ratio, towards 9 classes"
     assert "3 classes" in ApgdDlr().words(2) and "ratio" in ApgdDlr().words(3)
@@ -265,7 +266,7 @@ def test_epsilon_zero_is_natural(kind: Any) -> None:
     assert torch.equal(packing.points, x) and torch.equal(packing.fooled, ~right(model, x, y))
 
 
-def test_the_model_does_not_notice() -> None:
+def test_the_model_is_unchanged() -> None:
     model, (x, y) = cases.build("conv"), cases.batch()
     model.train()
     model(x).sum().backward()
@@ -289,7 +290,7 @@ def test_interrupted_work_ends_with_the_same_bits(attack: Any, at: int, tmp_path
     assert second.ticks == whole.ticks
 
 
-def test_the_seed_decides() -> None:
+def test_the_result_depends_on_the_seed() -> None:
     model, (x, y) = trained(4), task(4, 20)
     one, same, other = (run(Apgd(0.04, steps=5), model, x, y, seed=seed).points for seed in (3, 3, 4))
     assert torch.equal(one, same) and not torch.equal(one, other)
@@ -304,7 +305,7 @@ def test_the_size_of_the_batch_does_not_matter(batch: int) -> None:
     assert ApgdT(0.04, steps=3)(model, x[:1], y[:1]).shape == x[:1].shape
 
 
-def test_who_is_wrong_or_fooled_costs_nothing_more() -> None:
+def test_misclassified_and_fooled_images_cost_nothing_more() -> None:
     model, (x, y) = Calls(trained(4)), task(4, 40)
     mistaken = (model(x).argmax(1) + 1) % 4
     model.sizes.clear()

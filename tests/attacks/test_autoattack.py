@@ -1,6 +1,7 @@
 """AutoAttack: the parts in their order, each on what is left, and as strong as the package."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +14,10 @@ from torch import nn
 from harp.attacks import Apgd, ApgdT, AutoAttack, AutoAttackLite, Square
 from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
-from harp.attacks.fast_forward import frozen
 from harp.errors import RecipeError
 from harp.system.tensors import load_state, save_state
 from support import cases
-from support.attacking import BALLS, Calls, right, task, trained
+from support.attacking import BALLS, Calls, near_the_boundary, right, task, trained
 from support.interruption import Enough
 
 STEPS, QUERIES = 20, 100
@@ -43,7 +43,7 @@ def test_the_standard_ensemble() -> None:
     assert not any(part.fast for part in AutoAttack(fast=False).parts(10))
 
 
-def test_lite_is_the_first_two_and_says_what_it_is_not() -> None:
+def test_autoattack_lite_is_the_first_two_attacks() -> None:
     assert list(AutoAttackLite(0.1).parts(10)) == list(AutoAttack(0.1).parts(10)[:2])
     assert "not AutoAttack" in (AutoAttackLite.__doc__ or "")
     assert (AutoAttack().name, AutoAttackLite().name) == ("autoattack", "aa-lite")
@@ -66,7 +66,9 @@ def test_as_strong_as_the_package(classes: int, norm: str) -> None:
         part.n_iter_2, part.n_iter_min, part.size_decr = (max(int(share * STEPS), 1) for share in (0.22, 0.06, 0.03))
     oracle.apgd_targeted.n_target_classes = oracle.fab.n_target_classes = min(9, classes - 1)
     oracle.square.n_queries = QUERIES
+    tracer = sys.gettrace()
     theirs = right(model, oracle.run_standard_evaluation(x, y)[0], y)
+    sys.settrace(tracer)  # the package removes the tracer that coverage has set
     torch.manual_seed(0)
     ours = right(model, Short(BALLS[norm], norm)(model, x, y), y)
     assert 0 < theirs.sum() < right(model, x, y).sum()
@@ -109,7 +111,7 @@ def test_points_are_in_the_ball_and_the_box(norm: str) -> None:
     assert Short(BALLS[norm], norm)(model, x[:1], y[:1]).shape == x[:1].shape
 
 
-def test_parts_work_on_what_is_left() -> None:
+def test_each_attack_gets_the_images_that_are_left() -> None:
     model, (x, y) = trained(4), task(4, 30)
     tried: list[tuple[str, int]] = []
 
@@ -131,25 +133,9 @@ def test_parts_work_on_what_is_left() -> None:
 
 
 def test_a_point_counts_if_the_model_itself_is_wrong() -> None:
-    """A part finds points that the folded network gets wrong by its rounding and the model does not: the next goes on.
-
-    What a normalisation takes off a large sum is lost to rounding in the model, and folded into the bias it is not.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 2, 4), nn.BatchNorm2d(2, affine=False, eps=0), nn.Flatten()).eval()
-    with torch.no_grad():
-        model[0].bias.fill_(100)
-        model[1].running_mean.fill_(100)
-        model[0].weight -= model[0].weight.mean((2, 3), keepdim=True)  # grey images are on the boundary
-        apart = model[0].weight[0] - model[0].weight[1]
-        near = 0.5 + 0.02 * torch.randn(400, 1, 4, 4)
-        lead = (near.double() * apart.double()).flatten(1).sum(1) / apart.double().square().sum()
-        near = near - lead.float()[:, None, None, None] * apart  # on the boundary
-        y = model(near).argmax(1)
-        with frozen(model, near) as net:
-            doubtful = net(near).argmax(1) != y
-        near, y = near[doubtful], y[doubtful]
-        x = near + 0.2 * (1 - 2 * y)[:, None, None, None] * apart
+    """A part finds points that only the folded network gets wrong: the next part continues with these images."""
+    model, near, y, apart = near_the_boundary()
+    x = near + 0.2 * (1 - 2 * y)[:, None, None, None] * apart
     assert right(model, near, y).sum() > 20 and right(model, x, y).all()
 
     class Rounded(Apgd):
@@ -168,15 +154,21 @@ def test_a_point_counts_if_the_model_itself_is_wrong() -> None:
     assert not right(model, Both(0.2)(model, x, y), y).any()
 
 
-def test_who_is_wrong_costs_nothing() -> None:
+@pytest.mark.parametrize("attack", [Apgd(0.2, steps=10), ApgdT(0.2, steps=10), Square(0.2, steps=50), Short(0.2)])
+def test_an_image_that_only_the_folded_network_gets_wrong_is_attacked(attack: Any) -> None:
+    model, x, y, _ = near_the_boundary()
+    assert right(model, x, y).all() and not right(model, attack(model, x, y), y).any()
+
+
+def test_an_image_that_is_misclassified_is_not_attacked() -> None:
     model, (x, _) = Calls(trained(4)), task(4, 20)
     mistaken = (model(x).argmax(1) + 1) % 4
     model.sizes.clear()
     points = AutoAttack(0.1, fast=False)(model, x, mistaken)
-    assert torch.equal(points, x) and sum(model.sizes) <= 1 + 20 + 20  # classes, clean logits, the check
+    assert torch.equal(points, x) and sum(model.sizes) <= 1 + 20  # the number of classes, the clean logits
 
 
-def test_the_model_does_not_notice_and_the_seed_decides() -> None:
+def test_the_model_is_unchanged_and_the_result_depends_on_the_seed() -> None:
     model, (x, y) = cases.build("conv"), cases.batch(8)
     model.train()
     before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]

@@ -190,7 +190,7 @@ def test_a_batch_that_is_refilled_finds_the_same(four: tuple[nn.Module, Tensor, 
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_saved_state_goes_on_to_the_same_bits(
+def test_a_saved_state_continues_to_the_same_bits(
     four: tuple[nn.Module, Tensor, Tensor], norm: str, tmp_path: Any
 ) -> None:
     model, x, y = four
@@ -274,7 +274,7 @@ def test_a_restart_is_anywhere_at_half_of_epsilon(norm: str) -> None:
     assert float(corner.max()) == 1 and float(corner.min()) >= 0.9 - 1e-6
 
 
-def test_scores_that_are_not_finite() -> None:
+def test_logits_that_are_not_finite_are_wrong() -> None:
     """Beyond a brightness the network breaks down: that is wrong, and no point or state is damaged by it."""
     model = linear(torch.tensor([[0.0] * 9, [1.0] * 9]), torch.tensor([5.0, 0.0]), (9,))
 
@@ -313,7 +313,7 @@ def test_other_shapes_and_precisions(four: tuple[nn.Module, Tensor, Tensor]) -> 
         {"alpha_max": 2}, {"epsilon": math.inf}, {"steps": 2.5},
     ],
 )  # fmt: skip
-def test_wrong_options(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(fields))):
         Fab(**{"epsilon": 0.1, **fields})
 

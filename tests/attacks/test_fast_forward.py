@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
 from harp.attacks.fast_forward import frozen, thin_convolution
+from harp.engine.follower import Follower
 from harp.models.agreement import disagreement
 from support import cases
 
@@ -122,7 +123,13 @@ def randomised(model: nn.Module) -> nn.Module:
     return model
 
 
+def pooled() -> nn.Module:
+    """A max pooling that follows no ReLU."""
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(54, 4))
+
+
 MODELS: dict[str, Any] = {
+    "pooled": pooled,
     **{name: lambda name=name: cases.build(name) for name in cases.CASES},
     "deep": lambda: randomised(deep()),
     "shared": lambda: randomised(Shared()),
@@ -278,6 +285,22 @@ def test_falls_back_with_one_warning_if_the_logits_differ(caplog: pytest.LogCapt
     assert len(caplog.records) == 1
 
 
+def test_falls_back_without_images_or_if_the_sparse_engine_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = cases.build("conv"), cases.batch()[0]
+    with frozen(model, x[:0]) as net:
+        assert net is model
+    monkeypatch.setenv("HARP_ENGINE", "always")
+    with frozen(model, x) as net:
+        assert isinstance(net, Follower)
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(Follower, "__call__", lambda self, x: torch.zeros(len(x), 4))
+        other = cases.build("conv")
+        for _ in range(2):  # the folded network has the weights of the moment, and the engine is not tried again
+            with frozen(other, x) as net:
+                assert isinstance(net, fx.GraphModule) and (net(x) - other(x)).abs().max() < 1e-4 * other(x).abs().max()
+            other.features[0].weight.mul_(-2)
+
+
 class Halved(torch.autograd.Function):
     """The identity with a gradient of its own."""
 
@@ -337,7 +360,7 @@ def test_a_model_with_gradients_of_its_own_keeps_them(
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_what_is_compared_are_the_gradients_of_most_images() -> None:
+def test_agreement_compares_the_gradients_of_most_images() -> None:
     model, x = cases.build("conv").eval(), cases.batch(6)[0]
 
     def cut(count: int) -> Any:
@@ -352,7 +375,7 @@ def test_what_is_compared_are_the_gradients_of_most_images() -> None:
     assert disagreement(lambda points: model(points).detach(), lambda points: model(points).detach(), x) == ""
 
 
-def test_forward_that_makes_tensors_leaves_none_on_the_model() -> None:
+def test_tensors_that_forward_creates_do_not_stay_on_the_model() -> None:
     class Constant(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x - torch.full((1, 3, 1, 1), 0.5)).flatten(1)
@@ -364,7 +387,7 @@ def test_forward_that_makes_tensors_leaves_none_on_the_model() -> None:
     assert set(vars(model)) == attributes
 
 
-def test_copies_and_pickles_as_before() -> None:
+def test_the_model_copies_and_pickles_as_before() -> None:
     model, x = cases.build("residual"), cases.batch()[0]
     before = len(pickle.dumps(model))
     with frozen(model, x) as net:
@@ -415,7 +438,7 @@ def test_the_gradient_of_thin_images(channels: int, kernel: Any, stride: Any, pa
 
 
 @pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.MaxPool2d(3, 2, padding=1, ceil_mode=True)])
-def test_a_relu_comes_behind_a_max_pooling(pool: nn.Module) -> None:
+def test_a_relu_is_moved_behind_a_max_pooling(pool: nn.Module) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), pool, nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten())
     x, results = torch.rand(5, 1, 12, 12), []

@@ -41,7 +41,7 @@ def test_distances_of_a_linear_model(norm: str, edge: bool) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_step_is_the_papers(norm: str) -> None:
+def test_a_step_is_that_of_the_paper(norm: str) -> None:
     """Algorithm 1 at the first step, for points on either side of the boundary, with and without one found before."""
     slope = torch.tensor([1.0, -2.0, 3.0, 0.5])
     model = linear(torch.stack([slope, torch.zeros(4)]), torch.tensor([-1.25, 0.0]), (4,))  # z_0 is zero at 0.5
@@ -102,7 +102,7 @@ def test_against_foolbox(classes: int, norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_points_hold_what_distances_say(four: tuple[nn.Module, Tensor, Tensor], norm: str) -> None:
+def test_points_are_at_the_distances(four: tuple[nn.Module, Tensor, Tensor], norm: str) -> None:
     model, x, y = four
     attack = Fmn(norm=norm, steps=15)
     distance, points = attack.distances(model, x, y), attack(model, x, y)
@@ -125,7 +125,7 @@ def test_the_box_does_not_keep_it_from_the_boundary(norm: str) -> None:
     assert found.tolist() == pytest.approx([exact] * 2, rel=3e-3)
 
 
-def test_what_was_never_broken_is_infinitely_far() -> None:
+def test_the_distance_is_infinite_if_no_point_is_found() -> None:
     """A constant network has no boundary: not a distance of zero."""
     model = linear(torch.zeros(3, 16), torch.tensor([1.0, 0.0, 0.0]), (16,))
     x, y = torch.rand(4, 16), torch.tensor([0, 0, 0, 1])
@@ -168,7 +168,7 @@ def test_a_larger_ball_fools_more(four: tuple[nn.Module, Tensor, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_more_steps_are_nearer(four: tuple[nn.Module, Tensor, Tensor], norm: str) -> None:
+def test_more_steps_find_nearer_points(four: tuple[nn.Module, Tensor, Tensor], norm: str) -> None:
     model, x, y = four
     few, many = (Fmn(norm=norm, steps=steps).distances(model, x, y) for steps in (10, 80))
     assert float(many[many > 0].median()) < float(few[few > 0].median())
@@ -186,7 +186,7 @@ def test_a_batch_that_is_refilled_finds_the_same(four: tuple[nn.Module, Tensor, 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("epsilon", (math.inf, 0.08))
-def test_a_saved_state_goes_on_to_the_same_bits(
+def test_a_saved_state_continues_to_the_same_bits(
     four: tuple[nn.Module, Tensor, Tensor], norm: str, epsilon: float, tmp_path: Any
 ) -> None:
     model, x, y = four
@@ -204,7 +204,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_scores_that_are_not_finite(norm: str) -> None:
+def test_logits_that_are_not_finite_are_wrong(norm: str) -> None:
     """Beyond a brightness the network breaks down: that is wrong, and the distance to there is found."""
     model = linear(torch.tensor([[0.0] * 9, [1.0] * 9]), torch.tensor([5.0, 0.0]), (9,))
 
@@ -233,7 +233,7 @@ def test_other_shapes_and_precisions(four: tuple[nn.Module, Tensor, Tensor]) -> 
 @pytest.mark.parametrize(
     "fields", [{"norm": "l1"}, {"steps": 0}, {"alpha": -1}, {"gamma": math.nan}, {"epsilon": -1}, {"epsilon": "8"}]
 )
-def test_wrong_options(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(fields))):
         Fmn(**fields)
 

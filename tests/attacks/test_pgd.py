@@ -164,7 +164,7 @@ def test_epsilon_zero_and_empty_batches() -> None:
         assert kind()(model, x[:0], y[:0]).shape == (0, 3, 8, 8)
 
 
-def test_restarts_keep_the_worst_point_and_leave_out_who_is_fooled() -> None:
+def test_restarts_keep_the_worst_point_and_skip_fooled_images() -> None:
     class Counting(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -252,13 +252,13 @@ def test_named() -> None:
         (CwInf, {"norm": "l2"}),
     ],
 )
-def test_senseless_fields(kind: Any, fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(kind: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as error:
         kind(**fields)
     assert "\n" not in str(error.value)
 
 
-def test_senseless_inputs() -> None:
+def test_invalid_inputs_are_refused() -> None:
     model, (x, y) = cases.build("conv"), cases.batch()
     for images in (x * 255, x - 0.5, x * float("nan"), (x * 255).byte()):
         with pytest.raises(DataError):
@@ -278,7 +278,7 @@ def test_senseless_inputs() -> None:
         Pgd()(nn.LSTM(8, 8, batch_first=True), x[:, 0], y)
 
 
-def test_kappa_cuts_the_gain() -> None:
+def test_kappa_limits_the_loss() -> None:
     logits, y = torch.tensor([[1.0, 3.0, 0.0], [5.0, 1.0, 2.0]]), torch.tensor([0, 0])
     assert CwInf(kappa=50).loss(logits, y).tolist() == [-48.0, -53.0]
     assert CwInf(kappa=0).loss(logits, y).tolist() == [0.0, -3.0]

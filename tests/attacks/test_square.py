@@ -99,7 +99,7 @@ def test_a_query_changes_one_square(norm: str) -> None:
         assert all(not torch.equal(one, other) for one, other in zip(offset[3:], before[3:], strict=True))
 
 
-def test_the_l2_step_is_the_packages() -> None:
+def test_the_l2_step_is_that_of_the_package() -> None:
     """Algorithm 3, one image at a time, in the place and with the signs that the attack has drawn."""
     attack, epsilon = Square(0.5, "l2"), 0.5
     x = torch.rand(20, 2, 9, 9)
@@ -216,7 +216,7 @@ def test_more_queries_and_restarts_only_help() -> None:
 # --- queries -----------------------------------------------------------------------------------------------------
 
 
-def test_a_query_that_changes_nothing_is_not_asked() -> None:
+def test_a_query_that_changes_nothing_is_not_sent() -> None:
     model, (x, y) = Calls(trained(4)), task(4, 20)
     attack = Square(0.001, steps=200)
     packing = run(attack, model, x, y)
@@ -225,14 +225,14 @@ def test_a_query_that_changes_nothing_is_not_asked() -> None:
     assert sum(model.sizes[1:]) < 0.95 * 201 * natural
 
 
-def test_who_is_wrong_costs_nothing() -> None:
+def test_misclassified_images_cost_nothing() -> None:
     model, (x, _) = Calls(trained(4)), task(4, 20)
     mistaken = (model(x).argmax(1) + 1) % 4
     model.sizes.clear()
     assert run(Square(0.1), model, x, mistaken).fooled.all() and model.sizes == [20]
 
 
-def test_points_are_asked_about_without_gradients() -> None:
+def test_queries_run_without_gradients() -> None:
     class NoGradient(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             assert not torch.is_grad_enabled()
@@ -269,7 +269,7 @@ def test_epsilon_zero_is_natural(norm: str) -> None:
     assert torch.equal(packing.points, x) and torch.equal(packing.fooled, ~right(model, x, y))
 
 
-def test_the_model_does_not_notice() -> None:
+def test_the_model_is_unchanged() -> None:
     model, (x, y) = cases.build("residual"), cases.batch()
     model.train()
     before = copy.deepcopy(model.state_dict())

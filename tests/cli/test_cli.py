@@ -262,6 +262,10 @@ def test_senseless_budgets(harp: Harp, keep: str, said: str) -> None:
         (["evaluate", "tinynet", "--data", "digits", "--norm", "l3"], "linf or l2"),
         (["evaluate", "tinynet", "--data", "digits", "--batch", "0"], "batch"),
         (["evaluate", "tinynet", "--data", "digits", "--examples", "0"], "examples"),
+        (
+            ["evaluate", "tinynet", "--data", "digits", "--attack", "fgsm", "--no-checks", "--corruptions", "."],
+            "expected the files of CIFAR-10-C",
+        ),
         (["evaluate", "."], "no recipe.yaml"),
         (["report", "nowhere"], "nowhere"),
         (["submit", "apb", "nowhere"], "nowhere"),

@@ -379,7 +379,7 @@ def test_an_attack_shows_a_witness_all_shards(
     test = registry.load("digits").test
     monkeypatch.setattr(runner, "SHARD", 10 * 64 * 4)
     images, labels = test.images[:35], test.labels[:35]
-    work = runner.Assault(network, images, labels, None, classes=10, batch=10, witness=linear)
+    work = runner.AttackRun(network, images, labels, None, classes=10, batch=10, witness=linear)
     outcome = work.run()
     expected = linear(images.float() / 255).argmax(1) == labels
     assert torch.equal(outcome.witnessed, expected) and work.count == 4

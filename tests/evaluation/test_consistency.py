@@ -86,7 +86,7 @@ CONTRADICTIONS: dict[str, tuple[list[Mapping[str, Any]], str, str, tuple[str, ..
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_numbers_that_contradict(name: str) -> None:
+def test_contradictions_are_found(name: str) -> None:
     rows, check, verdict, words = CONTRADICTIONS[name]
     (found,) = (each for each in review(rows) if each.check == check)
     assert found.verdict == verdict
@@ -94,7 +94,7 @@ def test_numbers_that_contradict(name: str) -> None:
     assert suspicious(review(rows)) == {check: verdict}
 
 
-def test_what_can_not_be_compared_is_not() -> None:
+def test_results_that_can_not_be_compared_are_skipped() -> None:
     assert suspicious(review([number("fgsm", 0.3, 0.1), number("pgd-20", 0.5, 0.05)])) == {}
     assert suspicious(review([number("fgsm", 0.3), number("pgd-20", 0.5, data="other")])) == {}
     other = number("pgd-20", 0.33, seed=1)  # other images: its own interval counts too

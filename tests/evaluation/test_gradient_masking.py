@@ -196,7 +196,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], nn.Module], dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults(sound: dict[str, nn.Module], batch: tuple[Tensor, Tensor], fault: str) -> None:
+def test_planted_faults_are_found(sound: dict[str, nn.Module], batch: tuple[Tensor, Tensor], fault: str) -> None:
     plant, expected = FAULTS[fault]
     findings = inspect(plant(sound["natural"]).eval(), *batch, BALL)
     found = verdicts(findings)

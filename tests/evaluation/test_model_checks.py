@@ -25,7 +25,7 @@ def finding(found: model_checks.Examination, check: str) -> model_checks.Finding
     return one
 
 
-def test_channel_spaces_are_shown_with_who_reads_and_who_gives_them() -> None:
+def test_channel_spaces_list_their_readers_and_givers() -> None:
     found = examined(cases.build("residual"))
     stem, *_ = found.spaces
     assert stem["name"] == "conv1.weight" and stem["size"] == 8
@@ -47,7 +47,7 @@ def test_the_share_of_the_flops_is_that_of_the_weights_that_it_lies_along() -> N
     assert shares["classifier.3.weight"] == pytest.approx(hidden, rel=0.15), "FLOPs count additions and biases too"
 
 
-def test_what_stays_is_grouped_by_its_reason() -> None:
+def test_channels_that_stay_are_grouped_by_reason() -> None:
     found = examined(cases.build("residual"))
     reasons = [part["reason"] for part in found.whole]
     assert len(set(reasons)) == len(reasons) > 0

@@ -4,6 +4,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +17,14 @@ from harp.attacks import Apgd, ApgdT, Attack, AutoAttackLite, Fgsm, Pgd, Square
 from harp.attacks.batched import State, Stepwise
 from harp.errors import Interrupted
 from harp.evaluation import runner
-from harp.evaluation.runner import Assault, Outcome
+from harp.evaluation.runner import AttackRun, Outcome
 from harp.models.modes import Logits
 from harp.system import files
 from harp.system.distributed.peers import Alone
 from harp.system.interrupt import Stop
 from harp.system.tensors import load_tensors
 from support import cases
+from support.attacking import near_the_boundary
 
 EPSILON = 0.08
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def trained() -> tuple[nn.Module, Tensor, Tensor]:
 
 def run(trained: tuple[nn.Module, Tensor, Tensor], attack: Attack | None, **more: Any) -> Outcome:
     model, x, y = trained
-    return Assault(model, x, y, attack, classes=10, **{"batch": 16, "seed": 3, **more}).run()
+    return AttackRun(model, x, y, attack, classes=10, **{"batch": 16, "seed": 3, **more}).run()
 
 
 def facts(outcome: Outcome) -> Any:
@@ -166,7 +168,7 @@ def test_portions_give_the_same_bits_in_any_process(
 
 
 @pytest.mark.parametrize("name", ["pgd", "apgd"])
-def test_states_of_three_processes_go_on_in_one_and_in_two(
+def test_states_of_three_processes_continue_in_one_and_in_two(
     trained: tuple[nn.Module, Tensor, Tensor], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "FEWEST", 4)
@@ -200,7 +202,10 @@ def test_states_of_three_processes_go_on_in_one_and_in_two(
 class Boaster(Stepwise):
     """Claims to have fooled every image at once, and has not touched it."""
 
-    name, epsilon, norm, fast = "boaster", EPSILON, "linf", True
+    name, epsilon, norm = "boaster", EPSILON, "linf"
+
+    def __init__(self, *, fast: bool) -> None:
+        self.fast = fast
 
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
         return {"points": x.clone()}
@@ -214,13 +219,35 @@ class Boaster(Stepwise):
         return 1
 
 
-def test_what_the_attack_believed_is_kept_beside_what_is_true(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
-    outcome = run(trained, Boaster())
+def test_the_attacks_own_count_is_kept_beside_the_result(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+    outcome = run(trained, Boaster(fast=False))
     assert int(outcome.during.sum()) == 0
     assert torch.equal(outcome.right, run(trained, None).right)
 
 
-def test_nothing_left_to_attack_is_no_trouble(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("attack", [Apgd(0.2, steps=10), AutoAttackLite(0.2)])
+def test_an_image_that_only_the_folded_network_gets_wrong_is_attacked(attack: Attack) -> None:
+    model, x, y, _ = near_the_boundary()
+    assert run((model, x, y), None).right.all()
+    outcome = run((model, x, y), attack)
+    assert outcome.parts[0]["tried"] == len(x)
+    assert not outcome.right.any()
+
+
+def test_an_ensemble_continues_where_only_the_folded_network_is_wrong() -> None:
+    model, x, y, _ = near_the_boundary()
+
+    @dataclass(frozen=True)
+    class BoasterFirst(AutoAttackLite):
+        def parts(self, classes: int) -> list[Stepwise]:
+            return [Boaster(fast=True), Apgd(0.2, steps=10)]
+
+    outcome = run((model, x, y), BoasterFirst(0.2))
+    assert [(part["tried"], part["fooled"]) for part in outcome.parts] == [(len(x), 0), (len(x), len(x))]
+    assert not outcome.right.any() and not outcome.during.any()
+
+
+def test_an_attack_on_no_images_works(trained: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, y = trained
     never = (y + 1) % 4  # not one label is right
     wrong = model(x).argmax(1) != never

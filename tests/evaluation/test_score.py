@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import platform
 import random
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import harp
 from harp.attacks import Pgd
 from harp.errors import DataError, ModelError, RecipeError
+from harp.evaluation.confidence import wilson
 from harp.evaluation.score import Score, accuracy, subset
 from support import cases
 
@@ -33,18 +35,44 @@ def test_balanced() -> None:
     assert made.n == 110 and made.accuracy == pytest.approx(95 / 110)
     assert made.per_class[:2] == (0.9, 0.5) and made.per_class[2] != made.per_class[2]
     assert made.balanced_accuracy == pytest.approx(0.7)
-    half = 1.959964 * (0.9 * 0.1 / 100 + 0.5 * 0.5 / 10) ** 0.5 / 2
-    assert made.interval(balanced=True) == pytest.approx((0.7 - half, 0.7 + half))
-    assert score((1, 2), (1, 3)).interval(balanced=True)[1] == 1.0
+    (low, high), (low2, high2) = wilson(0.9, 100), wilson(0.5, 10)
+    below, above = math.hypot(0.9 - low, 0.5 - low2) / 2, math.hypot(high - 0.9, high2 - 0.5) / 2
+    assert made.interval(balanced=True) == pytest.approx((0.7 - below, 0.7 + above))
+    assert score((8,), (10,)).interval(balanced=True) == pytest.approx(score((8,), (10,)).interval())
 
 
-def test_intervals_hold_what_they_promise() -> None:
+@pytest.mark.parametrize("correct", [(10, 20), (0, 0), (10, 0)])
+def test_the_balanced_interval_has_a_width_if_every_class_is_all_right_or_all_wrong(correct: tuple[int, int]) -> None:
+    low, high = score(correct, (10, 20)).interval(balanced=True)
+    value = score(correct, (10, 20)).balanced_accuracy
+    assert 0 <= low <= value <= high <= 1 and high - low > 0.05
+    wide, narrow = (
+        (b - a)
+        for a, b in (
+            score(correct, (10, 20)).interval(True),
+            score((1000 * correct[0], 1000 * correct[1]), (10_000, 20_000)).interval(True),
+        )
+    )
+    assert narrow < wide / 10
+
+
+def test_intervals_cover_the_true_accuracy() -> None:
     generator = random.Random(0)
     covered = 0
     for _ in range(1000):
         low, high = score((sum(generator.random() < 0.6 for _ in range(50)),), (50,)).interval()
         covered += low <= 0.6 <= high
     assert 925 <= covered <= 975
+
+
+def test_balanced_intervals_cover_the_true_accuracy() -> None:
+    generator = random.Random(0)
+    shares, totals, covered = (0.98, 0.7, 0.02), (40, 25, 15), 0
+    for _ in range(1000):
+        correct = [sum(generator.random() < share for _ in range(n)) for share, n in zip(shares, totals, strict=True)]
+        low, high = Score("clean", tuple(correct), totals).interval(balanced=True)
+        covered += low <= sum(shares) / 3 <= high
+    assert 930 <= covered <= 985
 
 
 def undecided(images: Tensor) -> nn.Module:
@@ -156,7 +184,7 @@ def test_answers_that_are_not_finite_are_wrong() -> None:
     assert accuracy(Broken(), images, labels * 0).accuracy == 0
 
 
-def test_senseless_input() -> None:
+def test_invalid_input_is_refused() -> None:
     images, labels = cases.batch(10)
     model = undecided(images)
     for x, y in ((images[:0], labels[:0]), (images, labels[:5]), (images, labels + 4), (images, labels - 5)):

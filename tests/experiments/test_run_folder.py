@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from harp.errors import RunFolderError
-from harp.evaluation.runner import Assault, Outcome
+from harp.evaluation.runner import AttackRun, Outcome
 from harp.experiments import study
 from harp.experiments.compare import Comparison
 from harp.experiments.run import Run
@@ -56,13 +56,13 @@ def run(made: Path, tmp_path: Path) -> Path:
 def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was measured on the test set, one entry a call."""
     calls: list[str] = []
-    execute = Assault.run
+    execute = AttackRun.run
 
-    def counting(self: Assault) -> Outcome:
+    def counting(self: AttackRun) -> Outcome:
         calls.append("natural" if self.attack is None else f"{type(self.attack).__name__} {self.attack.epsilon}")  # type: ignore[attr-defined]
         return execute(self)
 
-    monkeypatch.setattr(Assault, "run", counting)
+    monkeypatch.setattr(AttackRun, "run", counting)
     return calls
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks.batched import Packing
+from harp.attacks.fast_forward import frozen
 
 
 def snapshot(model: nn.Module) -> list[Any]:
@@ -89,6 +90,28 @@ def run(attack: Any, model: nn.Module, x: Tensor, y: Tensor, batch: int | None =
         packing = Packing(attack, model, x, y, batch=batch or len(x), seed=seed)
         packing.run()
     return packing
+
+
+def near_the_boundary() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+    """A model, images that it gets right and its folded form wrong, their labels, and the direction to the boundary.
+
+    The model loses to rounding what its batch norm subtracts from a large sum. Folded into the bias it is not lost.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 4), nn.BatchNorm2d(2, affine=False, eps=0), nn.Flatten()).eval()
+    with torch.no_grad():
+        model[0].bias.fill_(100)
+        model[1].running_mean.fill_(100)
+        model[0].weight -= model[0].weight.mean((2, 3), keepdim=True)  # grey images are on the boundary
+        apart = model[0].weight[0] - model[0].weight[1]
+        x = 0.5 + 0.02 * torch.randn(400, 1, 4, 4)
+        lead = (x.double() * apart.double()).flatten(1).sum(1) / apart.double().square().sum()
+        x = x - lead.float()[:, None, None, None] * apart  # on the boundary
+        y = model(x).argmax(1)
+        with frozen(model, x) as net:
+            doubtful = net(x).argmax(1) != y
+    assert doubtful.sum() > 20
+    return model, x[doubtful], y[doubtful], apart
 
 
 def drawn_from(cumulative: Callable[[Tensor], Tensor], values: Tensor) -> bool:

@@ -22,7 +22,7 @@ from harp.attacks import Apgd, Pgd
 from harp.data.batches import Batches
 from harp.data.dataset import Split
 from harp.errors import Interrupted
-from harp.evaluation.runner import Assault
+from harp.evaluation.runner import AttackRun
 from harp.pruning.methods import PRUNERS
 from harp.pruning.units import Weights
 from harp.system.distributed.fabric import launch
@@ -125,7 +125,7 @@ def train(fabric: Any, word: str, accumulate: int, keeper: Keeper, stop_at: int)
 def attacked(model: nn.Module, split: Split, attack: Any) -> Tensor:
     """Which images all processes together find right under attack."""
     how: dict[str, Any] = {"classes": 4, "batch": 8, "peers": of_this_run()}
-    return Assault(model, split.images, split.labels, attack, **how).run().right
+    return AttackRun(model, split.images, split.labels, attack, **how).run().right
 
 
 def main(out: str, devices: int, accumulate: int, stop_at: int, words: list[str]) -> None:

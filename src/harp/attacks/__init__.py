@@ -1,7 +1,7 @@
 """Attacks: frozen dataclasses, called as `attack(model, x, y) -> x_adv`.
 
-All of them look for misclassified images inside the ball around an image and the box of valid images [0, 1]. The model
-is attacked in eval mode and left exactly as it was: its modes, parameters, gradients and buffers.
+All of them look for misclassified images in a ball around each image, inside the box of valid images [0, 1]. The model
+is attacked in eval mode, and its modes, parameters, gradients and buffers do not change.
 """
 
 import re
@@ -14,7 +14,7 @@ from harp.attacks.fab import Fab
 from harp.attacks.fmn import Fmn
 from harp.attacks.pgd import CwInf, Fgsm, Pgd, ascend
 from harp.attacks.square import Square
-from harp.attacks.threat import NORMS, Attack, Ball, check_number, images_in_box, logits, step_size
+from harp.attacks.threat import NORMS, Attack, Ball, check_number, images_in_box, logits, margin, step_size
 from harp.errors import RecipeError
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "fast_forward",
     "images_in_box",
     "logits",
+    "margin",
     "named",
     "step_size",
 ]
@@ -59,12 +60,12 @@ ATTACKS: dict[str, Callable[..., Attack]] = {
 
 
 def named(text: str, **fields: Any) -> Attack:
-    """The attack of a short name, like `fgsm`, `pgd-20` (steps), `apgd-ce-50x5` (and restarts); with more fields."""
+    """The attack with a short name such as `fgsm`, `pgd-20` (steps) or `apgd-ce-50x5` (steps and restarts)."""
     match = re.fullmatch(r"([a-z-]*[a-z])(?:-(?P<steps>\d+)(?:x(?P<restarts>\d+))?)?", text)
     if match is None or match[1] not in ATTACKS:
         raise RecipeError(f"no attack is called {text!r}: there are {', '.join(ATTACKS)}, pgd-20, pgd-20x5")
-    told: dict[str, Any] = {key: int(match[key]) for key in ("steps", "restarts") if match[key]}
+    numbers: dict[str, Any] = {key: int(match[key]) for key in ("steps", "restarts") if match[key]}
     try:
-        return ATTACKS[match[1]](**told, **fields)
+        return ATTACKS[match[1]](**numbers, **fields)
     except TypeError as error:
-        raise RecipeError(f"the attack {text!r} does not take these fields: {', '.join({**told, **fields})}") from error
+        raise RecipeError(f"the attack {text!r} does not take {', '.join({**numbers, **fields})}") from error

@@ -6,8 +6,9 @@ ICML 2020. From a random point of the ball's boundary, with momentum (eq. 3 and 
     z       = Π(x_k + η · steepest(∇ f(x_k)))
     x_{k+1} = Π(x_k + a (z − x_k) + (1 − a) (x_k − x_{k−1}))
 
-η is 2 ε at first. At checkpoints, which come after 22 % of the steps and then at distances that shrink by 3 % of the
-steps down to 6 %, it is halved and the search goes back to the best point so far, if since the last checkpoint
+η is 2 ε at first. The first checkpoint is after 22 % of the steps, and the distance to the next one shrinks by 3 % of
+the steps each time, down to 6 %. At a checkpoint η is halved and the search goes back to the best point so far, if
+since the last checkpoint
 
 1.  no more than ρ = 75 % of the steps have raised the loss, or
 2.  η was not halved there and the best loss is still the same.
@@ -16,17 +17,17 @@ The losses are the cross entropy, the difference of logits ratio (eq. 5, with th
 
     DLR = −(z_y − max_{j≠y} z_j) / (z_1 − z_3)
 
-and its form towards a class t (eq. 6): −(z_y − z_t) / (z_1 − (z_3 + z_4)/2). An image is through as soon as any point
-that was visited is misclassified.
+and its form towards a class t (eq. 6): −(z_y − z_t) / (z_1 − (z_3 + z_4)/2). The attack on an image ends as soon as a
+point is misclassified.
 
 Departures from the authors' code:
 
-* The first step is a rise if the loss is higher than at the start, as in the paper; the code compares with zero.
-* Steps in the Euclidean norm divide by the length of the gradient with no constant beside it, so that gradients below
-  1e-12 count as well.
-* Classes are sorted without the true one to find targets: a tie can't make it a target.
-* Fewer classes than a loss needs are no error: with three, both ratios are over z_1 − z_3; with two, the margin itself
-  is climbed. There are never more targets than other classes.
+* The first step counts as a rise if its loss is higher than at the start, as in the paper; the code compares with zero.
+* Steps in the Euclidean norm divide by the length of the gradient without an added constant, so that gradients below
+  1e-12 work as well.
+* Targets are chosen among the classes without the true one: a tie can't make the true class a target.
+* A loss also works for fewer classes than it needs: with three classes both ratios divide by z_1 − z_3, with two the
+  loss is the margin. There are never more targets than other classes.
 """
 
 import math
@@ -38,26 +39,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harp.attacks.batched import State, Stepwise, wrong
-from harp.attacks.threat import Ball, check_number, logits, per_image
+from harp.attacks.batched import State, Stepwise, likeliest, next_runs, wrong
+from harp.attacks.threat import Ball, check_number, length_of, margin, noise, per_image, slope
 from harp.models.modes import Logits
 
 _RHO = 0.75
 _MOMENTUM = 0.75
-_TINY = 1e-12  # in the ratios' denominators, as the authors have it
+_TINY = 1e-12  # in the denominators of the ratios, as in the authors' code
 
 
 @dataclass(frozen=True)
 class Apgd(Stepwise):
-    """APGD on the cross entropy; `restarts` are from other random points.
+    """APGD on the cross entropy.
 
     Arguments:
         epsilon: the radius of the ball around an image.
         norm: of the ball, "linf" or "l2".
         steps: how many gradient steps are taken.
         restarts: runs from other random points.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.Apgd(epsilon=8 / 255, steps=10)
@@ -72,40 +72,34 @@ class Apgd(Stepwise):
 
     code: ClassVar[str] = "apgd-ce"
 
-    def __post_init__(self) -> None:
-        Ball(self.epsilon, self.norm)
-        check_number("steps", self.steps, whole=True, least=1)
-        check_number("restarts", self.restarts, whole=True, least=1)
-
     def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        """The loss to climb, per image; what has no targets does not look at them."""
+        """The loss to climb, per image; an untargeted loss ignores `target`."""
         return F.cross_entropy(logits, y, reduction="none")
 
     def words(self, classes: int) -> str:
-        """The loss for so many classes."""
+        """The loss."""
         return "cross entropy"
 
     def aims(self, classes: int) -> int:
-        """How many targets there are; an attack without any has one aim, to be elsewhere."""
+        """The number of target classes; 1 for an untargeted attack."""
         return 1
 
     def longest(self, classes: int) -> int:
-        """How many steps an image takes that is never fooled: a look at the start, and one after each step."""
+        """The number of steps for an image that is never fooled: one for the start and one for each further point."""
         return self.aims(classes) * self.restarts * (self.steps + 1)
 
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
-        """A first run of every image, and the classes that come next after the true one."""
-        order = clean.scatter(1, y[:, None], math.inf).argsort(dim=1, descending=True, stable=True)
-        targets = order[:, 1 : 1 + self.aims(clean.shape[1])]
+        """The first run of every image, and its target classes."""
+        targets = likeliest(clean, y, self.aims(clean.shape[1]))
         return {**self._run(x, generator), "run": torch.zeros_like(y), "targets": targets}
 
     def advance(
         self, net: Logits, x: Tensor, y: Tensor, state: State, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Look at the current point of each image, then go to the next."""
+        """Evaluate the current point of each image, then move to the next one."""
         current, step = state["current"], state["step"]
         target = state["targets"].gather(1, state["run"][:, None] // self.restarts).squeeze(1)
-        answer, loss, gradient = self._slope(net, current, y, target)
+        answer, loss, gradient = slope(net, current, lambda z: self.loss(z, y, target))
         fooled = wrong(answer, y)
         better = loss > state["best"]
         state["points"] = torch.where(per_image(better | fooled, x), current, state["points"])
@@ -122,19 +116,14 @@ class Apgd(Stepwise):
         state["current"], state["previous"] = self._next(x, current, gradient, state), current
         state["step"] = step + 1
 
-        through = step == self.steps
-        if not through.any():
-            return fooled, through
-        state["run"] += through
-        ended = state["run"] == self.restarts * state["targets"].shape[1]
-        again = (through & ~ended & ~fooled).nonzero().flatten()
+        ended, again = next_runs(state, step == self.steps, self.restarts * state["targets"].shape[1], fooled)
         if len(again):
             for key, rows in self._run(x[again], generator).items():
                 state[key][again] = rows
         return fooled, ended
 
     def _run(self, x: Tensor, generator: torch.Generator) -> State:
-        """The state of images before the first step of a run."""
+        """The state before the first step of a run."""
         start = self._start(x, generator)
         number = torch.zeros(len(x), dtype=torch.long, device=x.device)
         value = torch.zeros(len(x), dtype=x.dtype, device=x.device)
@@ -153,26 +142,12 @@ class Apgd(Stepwise):
         }
 
     def _start(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """Random points whose distance from the images is epsilon, before they are clipped to the box."""
-        linf = self.norm == "linf"
-        draw = torch.rand if linf else torch.randn
-        offset = draw(x.shape, generator=generator, device=x.device, dtype=x.dtype)
-        offset = 2 * offset - 1 if linf else offset
-        length = torch.linalg.vector_norm(offset.flatten(1), ord=math.inf if linf else 2, dim=1)
-        return (x + offset * per_image(self.epsilon / (length + _TINY), x)).clamp_(0, 1)
-
-    def _slope(self, net: Logits, points: Tensor, y: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits, the loss of each image, and its gradient."""
-        points = points.detach().requires_grad_(True)
-        with torch.enable_grad():
-            answer = logits(net, points)
-            loss = self.loss(answer, y, target)
-            total = loss.sum()
-        (gradient,) = torch.autograd.grad(total, points)
-        return answer.detach(), loss.detach().to(points.dtype), gradient
+        """Random points at distance epsilon from the images, clipped to the box."""
+        offset = noise(x, self.norm, generator)
+        return (x + offset * per_image(self.epsilon / (length_of(offset, self.norm) + _TINY), x)).clamp_(0, 1)
 
     def _halve(self, state: State, window: Tensor) -> Tensor:
-        """Which images go back to their best point with half the step length, at the checkpoints among their steps."""
+        """Which images are at a checkpoint and go back to their best point with half the step length."""
         check = window > 0
         few = state["rises"] <= _RHO * window
         stuck = ~state["halved"] & (state["checked"] >= state["best"])
@@ -184,14 +159,10 @@ class Apgd(Stepwise):
         return back
 
     def _next(self, x: Tensor, current: Tensor, gradient: Tensor, state: State) -> Tensor:
-        """A step along the gradient, and some of the step before."""
+        """A step along the gradient, with momentum."""
         ball = Ball(self.epsilon, self.norm)
         size = per_image(state["size"], x)
         drift = per_image((1 - _MOMENTUM) * (state["step"] > 0).to(x.dtype), x)
-        if self.norm == "linf":  # both projections are onto one box
-            low, high = (x - self.epsilon).clamp_(0, 1), (x + self.epsilon).clamp_(0, 1)
-            aim = torch.addcmul(current, gradient.sign_(), size).clamp_(low, high)
-            return aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)).clamp_(low, high)
         aim = ball.project(torch.addcmul(current, ball.steepest(gradient), size), x)
         return ball.project(aim.lerp_(current, drift).add_((current - state["previous"]).mul_(drift)), x)
 
@@ -205,8 +176,7 @@ class ApgdDlr(Apgd):
         norm: of the ball, "linf" or "l2".
         steps: how many gradient steps are taken.
         restarts: runs from other random points.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.ApgdDlr(epsilon=8 / 255, steps=10)
@@ -216,28 +186,25 @@ class ApgdDlr(Apgd):
     code: ClassVar[str] = "apgd-dlr"
 
     def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        """The negative margin, over the distance of the first to the third logit."""
-        true = logits.gather(1, y[:, None]).squeeze(1)
-        other = logits.scatter(1, y[:, None], -math.inf).amax(1)
-        return (other - true) / _spread(logits, 3)
+        """The negative margin, divided by the distance between the first and the third logit."""
+        return -margin(logits, y) / _spread(logits, 3)
 
     def words(self, classes: int) -> str:
-        """The loss for so many classes."""
+        """The loss for a number of classes."""
         return "margin, the ratio needs 3 classes" if classes < 3 else "difference of logits ratio"
 
 
 @dataclass(frozen=True)
 class ApgdT(Apgd):
-    """APGD on the difference of logits ratio towards one class after the other, each with `restarts` runs.
+    """APGD on the targeted difference of logits ratio, with `restarts` runs towards each target class.
 
     Arguments:
         epsilon: the radius of the ball around an image.
         norm: of the ball, "linf" or "l2".
         steps: how many gradient steps are taken.
         restarts: runs from other random points.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
-        targets: how many of the likeliest other classes are tried.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
+        targets: the number of target classes, the likeliest first.
 
     Example:
         attack = harp.ApgdT(epsilon=8 / 255, steps=10, targets=2)
@@ -253,16 +220,16 @@ class ApgdT(Apgd):
         check_number("targets", self.targets, whole=True, least=1)
 
     def aims(self, classes: int) -> int:
-        """The number of targets: never more than other classes."""
+        """The number of target classes."""
         return min(self.targets, classes - 1)
 
     def loss(self, logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
-        """How far the target is above the true class, over the spread of the first four logits."""
+        """By how much the target is above the true class, divided by the spread of the first four logits."""
         true, other = logits.gather(1, torch.stack([y, target], 1)).unbind(1)
         return (other - true) / _spread(logits, 4)
 
     def words(self, classes: int) -> str:
-        """The loss for so many classes, and the number of targets."""
+        """The loss and the number of targets for a number of classes."""
         ratio = ["margin, the ratio needs 3 classes", "difference of logits ratio over z₁ − z₃"]
         aims = self.aims(classes)
         loss = ratio[classes - 2] if classes < 4 else "difference of logits ratio"
@@ -270,7 +237,7 @@ class ApgdT(Apgd):
 
 
 def _spread(logits: Tensor, wanted: int) -> Tensor | float:
-    """The denominator of a ratio that wants so many logits, or what comes nearest with fewer classes."""
+    """The denominator of a ratio over `wanted` logits, or its nearest form for fewer classes."""
     wanted = min(wanted, logits.shape[1])
     if wanted < 3:
         return 1.0
@@ -280,7 +247,7 @@ def _spread(logits: Tensor, wanted: int) -> Tensor | float:
 
 @cache
 def checkpoints(steps: int, device: torch.device) -> Tensor:
-    """For every number of steps taken: if there is a checkpoint, how many steps ago the last one was, else 0."""
+    """For every number of steps taken: at a checkpoint the number of steps since the last one, else 0."""
     windows = torch.zeros(steps + 1, dtype=torch.long)
     length, at = max(int(0.22 * steps), 1), 0
     while (at := at + length) <= steps:

@@ -1,12 +1,12 @@
-"""AutoAttack: four attacks of different kinds, one after the other on the images that are left.
+"""AutoAttack: four attacks of different kinds, each on the images that the ones before did not fool.
 
 Croce & Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free attacks", ICML
-2020: APGD on the cross entropy, APGD and FAB towards nine classes each, and the square attack. An image counts as
-robust if none of them finds a misclassified point in its ball. This is the "standard" version, of 100 steps a run and
-5000 queries, in the maximum and in the Euclidean norm.
+2020: APGD on the cross entropy, APGD and FAB towards nine classes each, and the square attack. An image is robust if
+none of them finds a misclassified point in its ball. This is the "standard" version with 100 steps and 5000 queries, in
+the maximum and in the Euclidean norm.
 
-Departures from the authors' code: those of the parts, which are named there; and networks of fewer than ten classes,
-which the code refuses or misses targets for, have as many targets as other classes.
+Departures from the authors' code: those of the parts; and with fewer than ten classes there are as many targets as
+other classes.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks.apgd import Apgd, ApgdT
-from harp.attacks.batched import Packing, Stepwise, wrong
+from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
 from harp.attacks.fast_forward import frozen
 from harp.attacks.square import Square
@@ -29,14 +29,12 @@ from harp.system.seeds import derive
 class AutoAttack:
     """The standard version of AutoAttack (Croce & Hein 2020).
 
-    `parts` are the attacks; who wants to save in between runs them with a `Packing` each, every one on the images that
-    all before it have left.
+    `parts` are the attacks. To save in between, run each with a `Packing` on the images that the ones before left.
 
     Arguments:
         epsilon: the radius of the ball around an image.
         norm: of the ball, "linf" or "l2".
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.AutoAttack(epsilon=8 / 255)
@@ -47,20 +45,15 @@ class AutoAttack:
     norm: str = "linf"
     fast: bool = True
 
-    code: ClassVar[str] = "autoattack"
+    name: ClassVar[str] = "autoattack"
 
     def __post_init__(self) -> None:
         Ball(self.epsilon, self.norm)
 
-    @property
-    def name(self) -> str:
-        """The attack in short, as `named` reads it."""
-        return self.code
-
     def parts(self, classes: int) -> Sequence[Stepwise]:
-        """The attacks on a network of so many classes, in their order."""
+        """The attacks on a network with `classes` classes, in their order."""
         ball = self.epsilon, self.norm
-        # The authors' ensemble takes the square attack's schedule as it was made for 10 000 queries.
+        # As in the authors' ensemble, the schedule of the square attack stays that for 10 000 queries.
         return (
             Apgd(*ball, fast=self.fast),
             ApgdT(*ball, fast=self.fast),
@@ -73,17 +66,16 @@ class AutoAttack:
         with torch.inference_mode(False), torch.no_grad():
             x, y = images_in_box(x, y), y.clone()
             seed = int(torch.randint(2**62, (1,)))
-            points = x.clone()
             if self.epsilon == 0 or len(x) == 0:
-                return points
+                return x
+            points, left = x.clone(), torch.arange(len(x), device=x.device)
             with frozen(model, x, fast=self.fast) as net:
-                left = torch.arange(len(x), device=x.device)
                 for part in self.parts(logits(net, x[:1]).shape[1]):
-                    packing = Packing(part, net, x[left], y[left], batch=len(x), seed=derive(seed, part.name))
+                    own = derive(seed, part.name)
+                    packing = Packing(part, net, x[left], y[left], batch=len(x), seed=own, model=model)
                     packing.run()
                     points[left] = packing.points
-                    # The folded network rounds differently: what counts is that the model itself is wrong.
-                    left = left[~wrong(logits(model, points[left]), y[left])]
+                    left = left[~packing.fooled]
                     if len(left) == 0:
                         break
             return points
@@ -91,24 +83,23 @@ class AutoAttack:
 
 @dataclass(frozen=True)
 class AutoAttackLite(AutoAttack):
-    """The two APGD attacks of AutoAttack. It is not AutoAttack: robust accuracies by it are upper bounds of that.
+    """The two APGD attacks of AutoAttack. It is not AutoAttack: its robust accuracies are upper bounds.
 
-    FAB and the square attack are four fifths of AutoAttack's cost, and rarely find anything that APGD has not found on
-    networks that don't hide their gradients.
+    FAB and the square attack are four fifths of the cost of AutoAttack. On networks without masked gradients they
+    rarely find anything that APGD has not found.
 
     Arguments:
         epsilon: the radius of the ball around an image.
         norm: of the ball, "linf" or "l2".
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.AutoAttackLite(epsilon=8 / 255)
         print([part.name for part in attack.parts(classes=10)])
     """
 
-    code: ClassVar[str] = "aa-lite"
+    name: ClassVar[str] = "aa-lite"
 
     def parts(self, classes: int) -> Sequence[Stepwise]:
-        """The attacks on a network of so many classes, in their order."""
+        """The attacks on a network with `classes` classes, in their order."""
         return super().parts(classes)[:2]

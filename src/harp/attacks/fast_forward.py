@@ -1,19 +1,18 @@
-"""The network while it stands still.
+"""A faster function with the values of a network whose weights do not change.
 
-An attack asks one network for many gradients with respect to the *input*: in eval mode, and no weight changes
-in between. Then a cheaper function of the input that has the same values can be asked instead:
+An attack needs many gradients of one network with respect to its *input*, in eval mode. So the network is rewritten:
 
-* a batch norm in eval mode is an affine map per channel, so it goes into the layer before it,
+* a batch norm in eval mode is an affine map per channel and is folded into the layer before it,
 
       γ (Wx + b − μ) / √(σ² + ε) + β  =  (sW) x + s (b − μ) + β      with  s = γ / √(σ² + ε);
 
-* on a CPU convolutions are faster with the channels last in memory, save for small feature maps on some;
-* a ReLU or a sum may overwrite the result of a convolution that nobody else reads;
-* a ReLU between a convolution and a max pooling has the same values behind it, of fewer numbers;
-* the gradient of an image of few channels is faster as a matrix product and shifted sums than as a convolution.
+* convolutions on a CPU use the channels-last memory format, except for small feature maps where that is slower;
+* a ReLU or a sum overwrites the result of a convolution that nothing else reads;
+* a ReLU before a max pooling is moved behind it, where there are fewer numbers;
+* the gradient of an image with few channels is computed as a matrix product and shifted sums.
 
-What does not fit is left as it is, and a model that can't be traced is simply called. A pruned network is computed by
-the sparse engine where that is faster: by the count of its operations, so that the choice is the same every time.
+Other operations stay as they are, and a model that can't be traced is used itself. A pruned network is computed by the
+sparse engine if that is faster by the count of operations, so the choice is the same every time.
 """
 
 import logging
@@ -43,34 +42,34 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("harp")
 
-# The height of a feature map from which on channels_last is faster, measured per layer: the kernels of AVX-512
-# lose half their speed with it at 4 x 4, those of AVX2 gain at every size.
+# The smallest height of a feature map for which channels_last is faster, measured per layer: with AVX-512 it is half as
+# fast at 4 x 4, with AVX2 it is faster at every size.
 _CHANNELS_LAST_FROM = {"AVX512": 8, "AVX2": 1}
 
-# A multiplication of the sparse engine, and the effort for every output, against a multiplication of the dense library:
-# measured with AVX2, 36 against 80 billion operations a second, and 0.1 nanoseconds an output.
+# The cost of a multiplication and of an output in the sparse engine, in multiplications of the dense library: measured
+# with AVX2, 36 and 80 billion multiplications a second, and 0.1 nanoseconds for an output.
 _SPARSE_COST, _OUTPUT_COST = 2.2, 4.0
-_GAIN = 0.8  # it must be so much less
-WORTH = 2e6  # multiplications of an image below which finding out what the model computes is not worth it
+_GAIN = 0.8  # the sparse engine is used if its cost is below this share of the dense cost
+WORTH = 2e6  # multiplications for an image below which the sparse engine is not worth its preparation
 
-_THIN = 3  # input channels up to which the library is slow with gradients
+_THIN = 3  # input channels up to which torch is slow with gradients
 
 _CONVOLUTIONS: dict[Any, Callable[..., Tensor]] = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _RELUS = (torch.relu, F.relu)
 _ADDS = (operator.add, operator.iadd, torch.add)
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
-_WRAPPED = {"_orig_mod", "_forward_module"}  # what torch.compile and lightning wrap
+_WRAPPED = {"_orig_mod", "_forward_module"}  # the inner modules of torch.compile and of Lightning
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
 def frozen(model: nn.Module, example: Tensor, *, fast: bool = True) -> Iterator[Logits]:
-    """Put `model` into eval mode and give a function from images to logits, for gradients of the input only.
+    """Put `model` into eval mode and return a function from images to logits, for gradients of the input only.
 
-    The weights are read at entry: they must not change while the context is open. At exit every module has
-    the training flag it had at entry, also after an exception; no parameter, buffer, gradient or
-    `requires_grad` is touched. `example` is a batch of the images to come; `fast=False` gives the model itself.
+    The weights are read at entry and must not change in the context. At exit every module has the training flag it had
+    at entry, also after an exception; parameters, buffers and gradients do not change. `example` is a batch of images;
+    `fast=False` returns the model itself.
     """
     with evaluating(model):
         yield (_folded(model, example) if fast else None) or model
@@ -78,13 +77,24 @@ def frozen(model: nn.Module, example: Tensor, *, fast: bool = True) -> Iterator[
 
 @dataclass
 class _Plan:
-    """The rewritten graph of a model, if there is one, and what it holds for; never the model: it may go."""
+    """The rewritten graph of a model, if there is one, and what it is valid for. It does not keep the model alive."""
 
     graph: fx.GraphModule | None
     parts: tuple[weakref.ref[Any], ...]
     settings: tuple[Any, ...]
-    follower: "Follower | None" = None  # the sparse engine, once it is worth it
-    refused: bool = False  # it can't be had for this model
+    follower: "Follower | None" = None  # the sparse engine, once it is used
+    refused: bool = False  # whether the sparse engine can't compute this model
+
+    def follow(self, model: nn.Module, example: Tensor) -> "Follower":
+        """The sparse engine with the current weights."""
+        from harp.engine.follower import Follower
+
+        follower = self.follower or Follower(model, example)
+        follower.follow(model)
+        if self.follower is None and (difference := disagreement(follower, model, example)):
+            raise ModelError(difference)
+        self.follower = follower
+        return follower
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary()
@@ -92,7 +102,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, _Plan] = weakref.WeakKeyDictionary(
 
 @torch.inference_mode(False)
 def _folded(model: nn.Module, example: Tensor) -> Logits | None:
-    """A faster network with the weights of this moment; None if the plain model has to do."""
+    """A faster network with the current weights; None if there is none for this model."""
     if example.dtype not in TOLERANCE or len(example) == 0 or not _is_plain(model):
         return None
     parts, settings = _parts_and_settings(model)
@@ -105,15 +115,21 @@ def _folded(model: nn.Module, example: Tensor) -> Logits | None:
     if plan.graph is None:
         return None
     if not plan.refused and _is_sparse(plan.graph, example):
-        return _followed(plan, model, example)
+        try:
+            return plan.follow(model, example[:8])
+        except (ModelError, OverflowError) as error:  # an operation that it does not have, or a layer that is too large
+            _log.debug("the model is attacked without the sparse engine: %s", error)
+            plan.refused = True
     if known:
-        _refold(plan.graph)
+        for layer in plan.graph.children():
+            if isinstance(layer, FoldedLayer):
+                layer.fold()
     return plan.graph
 
 
 def _is_sparse(graph: fx.GraphModule, example: Tensor) -> bool:
-    """Whether the sparse engine is the faster one for this network, by the multiplications that are left."""
-    from harp.engine.follower import wanted  # here, since whoever only names an attack does without the engine
+    """Whether the sparse engine is faster for this network, by the number of nonzero weights."""
+    from harp.engine.follower import wanted  # not at the top: the engine takes long to import
 
     if wanted() == "off" or example.device.type != "cpu" or example.dtype != torch.float32:
         return False
@@ -128,35 +144,8 @@ def _is_sparse(graph: fx.GraphModule, example: Tensor) -> bool:
     return wanted() == "always" or (sparse < _GAIN * dense and dense >= WORTH)
 
 
-def _followed(plan: _Plan, model: nn.Module, example: Tensor) -> Logits | None:
-    """The sparse engine with the weights of this moment; the rewritten graph if there is none for this model."""
-    from harp.engine.follower import Follower
-
-    assert plan.graph is not None
-    try:
-        if plan.follower is None:
-            follower = Follower(model, example[:8])
-            follower.follow(model)
-            if said := disagreement(follower, model, example[:8]):
-                raise ModelError(said)
-            plan.follower = follower
-        else:
-            plan.follower.follow(model)
-    except (ModelError, OverflowError) as error:  # its graph can't be had, or a layer is too large
-        _log.debug("the model is attacked without the sparse engine: %s", error)
-        plan.refused = True
-        _refold(plan.graph)
-        return plan.graph
-    return plan.follower
-
-
-def _refold(graph: fx.GraphModule) -> None:
-    for layer in (child for child in graph.children() if isinstance(child, FoldedLayer)):
-        layer.fold()
-
-
 def _is_plain(model: nn.Module) -> bool:
-    """Whether a call means the modules' own forward methods and nothing else, so that tracing sees it all."""
+    """Whether a call of the model runs the forward methods of its modules and nothing else that tracing would miss."""
     return not any(getattr(everywhere, f"_global{name}") for name in _HOOKS) and not any(
         isinstance(module, _WRAPPERS)
         or not _WRAPPED.isdisjoint(module._modules)
@@ -181,15 +170,17 @@ def _parts_and_settings(model: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
 
 
 class FoldedLayer(nn.Module):
-    """A convolution or linear layer and the batch norm behind it (if any) as one affine map."""
+    """A convolution or linear layer and the batch norm behind it, if there is one, as one affine map."""
 
     def __init__(self, layer: Any, norm: Any, layouts: tuple[Any, Any]) -> None:
         super().__init__()
         self.layer, self.norm = layer, norm
         self.before, self.after = layouts
-        self.thin = self.before is not None and _is_thin(layer)
+        plain = type(layer) is nn.Conv2d and layer.groups == 1 and set(layer.dilation) == {1}
+        few = plain and layer.in_channels <= _THIN and not isinstance(layer.padding, str)
+        self.thin = few and self.before is not None
         self.weight: Tensor = layer.weight.detach()
-        if norm is not None:  # memory that serves at every entry: new pages would cost as much as the folding
+        if norm is not None:  # reused at every entry: new memory would cost as much as the folding
             self.weight = torch.empty_like(self.weight, memory_format=self.before or torch.preserve_format)
         self.fold()
 
@@ -208,7 +199,7 @@ class FoldedLayer(nn.Module):
         self.bias: Tensor | None = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The result of both, in the memory format that comes next."""
+        """The result of both, in the memory format of the next layer."""
         layer = self.layer
         if isinstance(layer, nn.Linear):
             return F.linear(x, self.weight, self.bias)
@@ -222,10 +213,10 @@ class FoldedLayer(nn.Module):
 
 
 class _ThinConvolution(torch.autograd.Function):
-    """A convolution of images of few channels: a gradient for the images only, faster than by the library.
+    """A convolution of images with few channels, and a fast gradient for the images only.
 
-    Input i, j gets w[:, :, a, b] · gradient from every output that read it as its pixel a, b. The products are one
-    matrix product for all; each a, b adds its part of them, shifted.
+    An input gets w[:, :, a, b] · gradient from every output that read it at the position a, b of its kernel. These are
+    computed by one matrix product, and added up with a shift for each a, b.
     """
 
     @staticmethod
@@ -255,40 +246,33 @@ class _ThinConvolution(torch.autograd.Function):
 thin_convolution: Callable[..., Tensor] = _ThinConvolution.apply
 
 
-def _is_thin(layer: Any) -> bool:
-    """Whether a layer is a plain convolution of a grey or coloured image."""
-    plain = type(layer) is nn.Conv2d and layer.groups == 1 and set(layer.dilation) == {1}
-    return plain and layer.in_channels <= _THIN and not isinstance(layer.padding, str)
-
-
 def _build(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
-    """Trace, rewrite and check; None if the model can't be traced or the rewritten one is another function."""
+    """Trace, rewrite and check; None if the model can't be traced or the rewritten one computes something else."""
     try:
         with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             traced = _trace(model)
             ShapeProp(traced).propagate(example)
             _rewrite(traced, choose_layout=example.device.type == "cpu" and example.dtype == torch.float32)
-        said = disagreement(traced, model, example)
-    except Exception as error:  # forward may do anything: whatever went wrong, there's no graph of it
-        _log.debug("the model is attacked as it is, it can't be traced: %s", error)
+        difference = disagreement(traced, model, example)
+    except Exception as error:  # forward may do anything
+        _log.debug("the model is attacked as it is, because it can't be traced: %s", error)
         return None
-    if said:
-        _log.warning("the folded network is another function, %s: the model is attacked as it is", said)
-        return None
-    return traced
+    if difference:
+        _log.warning("the model is attacked as it is, because its folded form differs: %s", difference)
+    return None if difference else traced
 
 
 def _trace(model: nn.Module) -> fx.GraphModule:
     attributes = set(vars(model))
     tracer = fx.Tracer()
-    tracer.proxy_buffer_attributes = True  # else what forward computes of a buffer would be a constant
+    tracer.proxy_buffer_attributes = True  # otherwise what forward computes from a buffer would be a constant
     try:
         traced = fx.GraphModule(model, tracer.trace(model))
     finally:
-        made = vars(model).keys() - attributes  # tensors that forward makes are left on the model by the tracer
-        for name in made:
+        constants = vars(model).keys() - attributes  # the tracer stores tensors that forward creates on the model
+        for name in constants:
             delattr(model, name)
-    if made:  # of what, nobody knows
+    if constants:  # they may depend on anything
         raise TypeError("forward creates tensors of its own")
     return traced
 
@@ -296,7 +280,7 @@ def _trace(model: nn.Module) -> fx.GraphModule:
 def _rewrite(traced: fx.GraphModule, *, choose_layout: bool) -> None:
     modules = dict(traced.named_modules())
     calls = Counter(node.target for node in traced.graph.nodes if node.op == "call_module")
-    fresh: set[fx.Node] = set()  # results that may be overwritten: no gradient needs their values
+    free: set[fx.Node] = set()  # results that may be overwritten: no gradient needs their values
     for node in list(traced.graph.nodes):
         module = modules.get(str(node.target)) if node.op == "call_module" else None
         if module is not None and calls[node.target] == 1 and _is_layer(module, node):
@@ -307,16 +291,16 @@ def _rewrite(traced: fx.GraphModule, *, choose_layout: bool) -> None:
             if norm:
                 norm.replace_all_uses_with(node)
                 traced.graph.erase_node(norm)
-            fresh.add(node)
-        elif _overwrites(node, module, fresh) and node.target == "add_":  # of a ReLU the gradient needs the result
-            fresh.add(node)
+            free.add(node)
+        elif _overwrites(node, module, free) and node.target == "add_":  # the gradient of a ReLU needs its result
+            free.add(node)
         elif type(module) is nn.MaxPool2d and _shape(node):
             _pool_first(node)
     traced.recompile()
 
 
 def _pool_first(pool: fx.Node) -> None:
-    """Let a ReLU that only a max pooling reads come behind it: it does not change which number is the largest."""
+    """Move a ReLU that only a max pooling reads behind it: it does not change which number is the largest."""
     (relu,) = pool.all_input_nodes
     if relu.target == "relu_" and len(relu.users) == 1:
         pool.replace_all_uses_with(relu)
@@ -327,29 +311,29 @@ def _pool_first(pool: fx.Node) -> None:
 
 
 def _is_layer(module: nn.Module, node: fx.Node) -> bool:
-    if type(module) is nn.Linear:  # of a sequence, a batch norm would take another axis for the channels
+    if type(module) is nn.Linear:  # not on sequences: a batch norm behind has its channels on another axis
         return len(_shape(node)) == 2
     return type(module) in _CONVOLUTIONS and module.padding_mode == "zeros"
 
 
 def _norm_behind(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
-    """The batch norm with running statistics that is the only reader of a layer."""
-    readers = [reader for reader in node.users if reader.op == "call_module" and len(node.users) == 1]
-    norms = [modules[str(reader.target)] for reader in readers]
-    return readers[0] if norms and type(norms[0]) in _NORMS and norms[0].running_var is not None else None
+    """The batch norm with running statistics that is the only reader of a layer, if there is one."""
+    reader = next(iter(node.users)) if len(node.users) == 1 else None
+    norm = modules[str(reader.target)] if reader is not None and reader.op == "call_module" else None
+    return reader if type(norm) in _NORMS and norm.running_var is not None else None  # type: ignore[union-attr]
 
 
-def _overwrites(node: fx.Node, module: nn.Module | None, fresh: set[fx.Node]) -> bool:
-    """Let a ReLU or a sum write into an input that nobody else reads."""
+def _overwrites(node: fx.Node, module: nn.Module | None, free: set[fx.Node]) -> bool:
+    """Let a ReLU or a sum overwrite an input that nothing else reads, if there is one; whether it does."""
     inputs = node.all_input_nodes
     relu = type(module) is nn.ReLU or node.target in _RELUS
     add = node.target in _ADDS and len(inputs) == 2 and not node.kwargs
     writable = inputs[:1] if node.target is operator.iadd else inputs
-    free = next((each for each in writable if each in fresh and len(each.users) == 1), None)
-    if free is None or not (relu or (add and _shape(inputs[0]) == _shape(inputs[1]))):
+    target = next((one for one in writable if one in free and len(one.users) == 1), None)
+    if target is None or not (relu or (add and _shape(inputs[0]) == _shape(inputs[1]))):
         return False
     node.op, node.target, node.kwargs = "call_method", "relu_" if relu else "add_", {}
-    node.args = (free, *(each for each in inputs if each is not free))
+    node.args = (target, *(one for one in inputs if one is not target))
     return True
 
 
@@ -358,7 +342,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _layouts(node: fx.Node) -> tuple[torch.memory_format | None, torch.memory_format | None]:
-    """The memory formats of a convolution's input and output, None where there is no choice to make."""
+    """The memory formats of a convolution's input and output; None where they stay as they are."""
     before, after = _shape(node.all_input_nodes[0]), _shape(node)
     smallest = _CHANNELS_LAST_FROM.get(torch.backends.cpu.get_cpu_capability())
     if smallest is None or len(before) != 4:

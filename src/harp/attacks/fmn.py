@@ -1,4 +1,4 @@
-"""FMN: the nearest misclassified point, inside a ball that shrinks and grows until it touches the boundary.
+"""FMN: the nearest misclassified point, in a ball that shrinks and grows until it touches the decision boundary.
 
 Pintor, Roli, Brendel & Biggio, "Fast minimum-norm adversarial attacks through adaptive norm constraints", NeurIPS
 2021 (algorithm 1). With the margin m = z_y − max_{j≠y} z_j, the best offset so far δ*, and q the dual norm, the radius
@@ -16,13 +16,13 @@ and the offset follows the gradient into the ball of that radius and the box,
 
 Departures from the authors' code:
 
-* An image for which no misclassified point was found is at an infinite distance. Some users of the code take the offset
-  it ends with for the answer, which may be zero.
-* An image that is misclassified by itself is at distance zero and takes no step.
-* Before the first success the radius is never less than (1 + γ) times the last. The box takes a part of every offset
-  away: the third line alone can end in balance with that, just before the boundary, and never find it.
-* α begins at 10, where the code has 1. A step has Euclidean length α, which is α / √d a pixel: on a robust network with
-  images of 28 x 28 a beginning of 1 ended farther from most images, after 50 steps and after 200.
+* If no misclassified point is found, the distance is infinite. Some users of the code take the last offset instead,
+  which may be zero.
+* An image that is misclassified without an attack has distance zero and takes no step.
+* Before the first misclassified point the radius grows by at least 1 + γ in each step. The box cuts off a part of every
+  offset, and with the third line alone the search can stop just before the boundary.
+* α begins at 10, and in the code at 1. A step has Euclidean length α, or α / √d per pixel: on a robust network with
+  images of 28 x 28 pixels the distances with 1 were larger for most images, after 50 steps and after 200.
 """
 
 import math
@@ -34,28 +34,27 @@ from torch import Tensor, nn
 
 from harp.attacks.batched import Packing, State, Stepwise, wrong
 from harp.attacks.fast_forward import frozen
-from harp.attacks.threat import Ball, check_number, images_in_box, length_of, logits, per_image
+from harp.attacks.threat import Ball, check_number, images_in_box, length_of, margin, per_image, slope
 from harp.models.modes import Logits
 
 _GAMMA_END = 0.001
-_ALPHA_END = 0.01  # of the first α
+_ALPHA_END = 0.01  # as a share of the first α
 
 
 @dataclass(frozen=True)
 class Fmn(Stepwise):
-    """The minimum-norm attack: `distances` gives how far the nearest misclassified point found is.
+    """The minimum-norm attack: `distances` are those to the nearest misclassified points found.
 
-    Called, it gives these points. With a finite epsilon it is an attack within a ball: an image is through as soon as
-    a point within epsilon is found, and one without such a point is given back as it is.
+    A call returns these points. With a finite epsilon it is an attack within a ball: an image ends as soon as a point
+    within epsilon is found, and an image without such a point is returned as it is.
 
     Arguments:
         epsilon: how far a point may be; by default any distance.
         norm: of the distance, "linf" or "l2".
         steps: how many gradient steps are taken.
-        alpha: the first step's length; it falls along half a cosine.
-        gamma: by what share the ball shrinks or grows at first; it falls as well.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        alpha: the length of the first step; it decays along half a cosine.
+        gamma: by what share the ball shrinks or grows at first; it decays as well.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.Fmn(steps=10)
@@ -78,13 +77,13 @@ class Fmn(Stepwise):
         check_number("gamma", self.gamma)
 
     def longest(self, classes: int) -> int:
-        """How many steps an image takes that is never fooled."""
+        """The number of steps for an image that is never fooled."""
         return self.steps
 
     def distances(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """How far the nearest misclassified point is, whatever epsilon; infinite where none was found.
+        """The distance to the nearest misclassified point, whatever epsilon; infinite where none was found.
 
-        An image that is misclassified by itself is at distance zero.
+        An image that is misclassified without an attack has distance zero.
         """
         with torch.inference_mode(False), torch.no_grad():
             x, y = images_in_box(x, y), y.clone()
@@ -96,7 +95,7 @@ class Fmn(Stepwise):
             return length_of(packing.points - x, self.norm).masked_fill(~packing.fooled, math.inf)
 
     def begin(self, net: Logits, x: Tensor, y: Tensor, clean: Tensor, generator: torch.Generator) -> State:
-        """Every image is its own first point."""
+        """The search starts at the image itself."""
         return {
             "points": x.clone(),
             "current": x.clone(),
@@ -108,60 +107,41 @@ class Fmn(Stepwise):
     def advance(
         self, net: Logits, x: Tensor, y: Tensor, state: State, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Look at the current points, adapt the balls, and follow the gradient inside them."""
+        """Evaluate the current points, adapt the radii, and follow the gradient inside the balls."""
         current, step = state["current"], state["step"]
-        answer, margin, slope = _margin(net, current, y)
+        answer, lead, gradient = slope(net, current, lambda z: margin(z, y))
+        # Where a logit is not finite there is no direction: the point stays, and the ball shrinks around it.
+        lead, gradient = lead.nan_to_num(0, 0, 0), gradient.nan_to_num(0, 0, 0)
         distance, beyond = length_of(current - x, self.norm), wrong(answer, y)
         nearer = beyond & (distance < state["nearest"])
         state["nearest"] = torch.where(nearer, distance, state["nearest"])
-        found = nearer & (distance <= self.epsilon)
-        state["points"][found] = current[found]
+        inside = nearer & (distance <= self.epsilon)
+        state["points"][inside] = current[inside]
 
-        decay = (1 + torch.cos(math.pi / self.steps * step.to(x.dtype))) / 2  # from one to nearly zero
+        decay = (1 + torch.cos(math.pi / self.steps * step.to(x.dtype))) / 2  # from one to almost zero
         gamma = _GAMMA_END + (self.gamma - _GAMMA_END) * decay
         alpha = self.alpha * (_ALPHA_END + (1 - _ALPHA_END) * decay)
-        state["radius"] = self._radius(x, state, beyond, distance + margin.abs() / _dual(slope, self.norm), gamma)
-        forward = Ball(1, "l2").steepest(slope)
+        dual = torch.linalg.vector_norm(gradient.flatten(1), 1 if self.norm == "linf" else 2, dim=1)
+        to_boundary = distance + lead.abs() / dual.clamp_min(torch.finfo(x.dtype).tiny)
+        inner = torch.minimum(state["radius"] * (1 - gamma), state["nearest"])
+        outer = state["radius"] * (1 + gamma)
+        outer = torch.where(state["nearest"].isfinite(), outer, torch.maximum(outer, to_boundary))
+        corner = length_of(torch.maximum(x, 1 - x), self.norm)  # no point of the box is farther
+        state["radius"] = torch.where(beyond, inner, outer).minimum(corner)
+        forward = Ball(1, "l2").steepest(gradient)
         state["current"] = _into(x, current - per_image(alpha, x) * forward, state["radius"], self.norm)
         state["step"] = step + 1
 
         ended = state["step"] == self.steps
         if self.epsilon < math.inf:
-            return found, ended
+            return inside, ended
         return ended & state["nearest"].isfinite(), ended
-
-    def _radius(self, x: Tensor, state: State, beyond: Tensor, guess: Tensor, gamma: Tensor) -> Tensor:
-        radius, nearest = state["radius"], state["nearest"]
-        inner = torch.minimum(radius * (1 - gamma), nearest)
-        outer = radius * (1 + gamma)
-        outer = torch.where(nearest.isfinite(), outer, torch.maximum(outer, guess))
-        # No point of the box is farther than its farthest corner.
-        return torch.where(beyond, inner, outer).minimum(length_of(torch.maximum(x, 1 - x), self.norm))
-
-
-def _margin(net: Logits, points: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The scores, by how much the true class's is above all others, and the gradient of that."""
-    points = points.detach().requires_grad_(True)
-    with torch.enable_grad():
-        answer = logits(net, points)
-        other = answer.scatter(1, y[:, None], -math.inf).amax(1)
-        margin = answer.gather(1, y[:, None]).squeeze(1) - other
-        (slope,) = torch.autograd.grad(margin.sum(), points)
-    # Where a score is not finite there is no direction: the point stays, and the ball shrinks around it.
-    return answer.detach(), margin.detach().to(points.dtype).nan_to_num(0, 0, 0), slope.nan_to_num(0, 0, 0)
 
 
 def _into(x: Tensor, points: Tensor, radius: Tensor, norm: str) -> Tensor:
-    """The nearest points in balls that each have a radius of their own, clipped to the box."""
+    """The nearest points in balls with one radius for each image, clipped to the box."""
     if norm == "linf":
-        each = per_image(radius, x)
-        return points.clamp(x - each, x + each).clamp_(0, 1)
+        reach = per_image(radius, x)
+        return points.clamp(x - reach, x + reach).clamp_(0, 1)
     length = length_of(points - x, norm).clamp_min(torch.finfo(x.dtype).tiny)
     return (x + (points - x) * per_image((radius / length).clamp_max(1), x)).clamp_(0, 1)
-
-
-def _dual(slope: Tensor, norm: str) -> Tensor:
-    """The length of gradients in the norm in which they count; where there is none, as short as a number can be."""
-    order = 1 if norm == "linf" else 2
-    length: Tensor = torch.linalg.vector_norm(slope.flatten(1), order, dim=1)
-    return length.clamp_min(torch.finfo(slope.dtype).tiny)

@@ -1,4 +1,4 @@
-"""Projected gradient ascent and its relatives: one step, or many of one length."""
+"""PGD and its relatives: gradient steps of a fixed length."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks.fast_forward import frozen
-from harp.attacks.threat import Ball, check_number, images_in_box, logits, step_size
+from harp.attacks.threat import Ball, check_number, images_in_box, logits, margin, slope, step_size
 from harp.errors import RecipeError
 from harp.models.modes import Logits
 
@@ -20,17 +20,14 @@ def ascend(
 ) -> Tensor:
     """Projected gradient ascent from `start`: x ← Π(x + step · steepest(∇ Σ loss(net(x)))), the last iterate.
 
-    The losses of the images are added and not averaged, so that an image's gradient, however small, does not
-    depend on the size of its batch.
+    The losses of the images are added and not averaged, so that an image's gradient does not depend on the size of
+    its batch.
     """
-    points = start
+    points = start.detach()
     for _ in range(steps):
-        points = points.detach().requires_grad_(True)
-        with torch.enable_grad():
-            total = loss(logits(net, points)).sum()
-        (gradient,) = torch.autograd.grad(total, points)
-        points = ball.project(points.detach() + step * ball.steepest(gradient), x)
-    return points.detach()
+        gradient = slope(net, points, loss)[2]
+        points = ball.project(points + step * ball.steepest(gradient), x)
+    return points
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class Pgd:
         x ← Π(x + step · sign ∇ CE(f(x), y))        linf
         x ← Π(x + step · ∇ CE / ‖∇ CE‖₂)            l2
 
-    With one restart the last iterate is given. With several, per image: a point that is misclassified, else the
-    one of the highest loss; images that are misclassified take no part in the restarts that follow.
+    With one restart the result is the last iterate. With several it is, for each image, a point that is misclassified,
+    or else the point with the highest loss; a misclassified image takes no part in later restarts.
 
     Arguments:
         epsilon: the radius of the ball around an image.
@@ -50,8 +47,7 @@ class Pgd:
         restarts: runs from other random points.
         norm: of the ball, "linf" or "l2".
         random_start: start at a random point of the ball, not at the image.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.Pgd(epsilon=8 / 255, steps=20)
@@ -59,7 +55,7 @@ class Pgd:
     """
 
     epsilon: float = 8 / 255
-    step: float | None = None  # a quarter of epsilon: the usual 2/255 at 8/255, and as strong at any other
+    step: float | None = None  # a quarter of epsilon: the usual 2/255 at 8/255
     steps: int = 10
     restarts: int = 1
     norm: str = "linf"
@@ -70,15 +66,15 @@ class Pgd:
 
     def __post_init__(self) -> None:
         Ball(self.epsilon, self.norm)
-        object.__setattr__(self, "step", step_size(self.step, self.epsilon))  # a record of the attack says the number
+        object.__setattr__(self, "step", step_size(self.step, self.epsilon))  # records of the attack need the number
         check_number("steps", self.steps, whole=True)
         check_number("restarts", self.restarts, whole=True, least=1)
         if self.restarts > 1 and not self.random_start:
-            raise RecipeError("restarts without a random start would all be the same: set random_start")
+            raise RecipeError("restarts without a random start are all the same: set random_start")
 
     @property
     def name(self) -> str:
-        """The attack in short, as `named` reads it."""
+        """The short name that `named` reads."""
         return f"{self.code}-{self.steps}" + (f"x{self.restarts}" if self.restarts > 1 else "")
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
@@ -86,9 +82,9 @@ class Pgd:
         return F.cross_entropy(logits, y, reduction="none")
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Images of a high loss in the balls around `x`."""
+        """Images with a high loss in the balls around `x`."""
         with torch.inference_mode(False), torch.no_grad():
-            x, y = images_in_box(x, y), y.clone()  # what inference mode made is not fit for gradients
+            x, y = images_in_box(x, y), y.clone()  # tensors made in inference mode have no gradients
             if self.epsilon == 0 or len(x) == 0:
                 return x
             with frozen(model, x, fast=self.fast) as net:
@@ -121,8 +117,7 @@ class CwInf(Pgd):
 
         −max(z_y − max_{j≠y} z_j + κ, 0)
 
-    κ is how far beyond the decision boundary the attack still gains; with 50 it is the plain margin for all
-    usual logits.
+    κ limits how far beyond the decision boundary the loss still grows; 50 is no limit for usual logits.
 
     Arguments:
         epsilon: the radius of the ball around an image.
@@ -131,8 +126,7 @@ class CwInf(Pgd):
         restarts: runs from other random points.
         norm: "linf", no other.
         random_start: start at a random point of the ball, not at the image.
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
         kappa: κ.
 
     Example:
@@ -140,7 +134,7 @@ class CwInf(Pgd):
         print(harp.accuracy(model, images, labels, attack=attack).accuracy)
     """
 
-    steps: int = 20  # as in the code of HARP's authors; their paper says those of training, 10
+    steps: int = 20  # as in the code of HARP's authors; their paper says 10
     kappa: float = 50.0
 
     code: ClassVar[str] = "cw"
@@ -153,9 +147,7 @@ class CwInf(Pgd):
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """The negative margin, per image."""
-        true = logits.gather(1, y[:, None]).squeeze(1)
-        other = logits.scatter(1, y[:, None], -math.inf).amax(1)
-        return -(true - other + self.kappa).clamp_min(0)
+        return -(margin(logits, y) + self.kappa).clamp_min(0)
 
 
 @dataclass(frozen=True)
@@ -165,8 +157,7 @@ class Fgsm:
     Arguments:
         epsilon: the radius of the ball around an image.
         norm: of the ball, "linf" or "l2".
-        fast: run the network folded and, where it is sparse, on the sparse engine; the attack is the same up to
-            rounding.
+        fast: fold batch norms, and use the sparse engine for a sparse network; results agree up to rounding.
 
     Example:
         attack = harp.Fgsm(epsilon=8 / 255)
@@ -183,5 +174,5 @@ class Fgsm:
         Ball(self.epsilon, self.norm)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Images of a high loss in the balls around `x`."""
+        """Images with a high loss in the balls around `x`."""
         return Pgd(self.epsilon, self.epsilon, 1, norm=self.norm, random_start=False, fast=self.fast)(model, x, y)

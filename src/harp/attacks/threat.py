@@ -1,6 +1,7 @@
-"""The threat: balls around images, in the box of valid ones, and what every attack checks before it starts."""
+"""Threat models: balls around images inside the box [0, 1]; and what all attacks use: checks, margins, gradients."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +14,11 @@ from harp.system.distributed.shared_noise import normal, uniform
 
 NORMS = ("linf", "l2")
 
-_OUTSIDE = 1e-6  # a rounding error of resizing; normalised images are far outside, and epsilon means nothing there
+_OUTSIDE = 1e-6  # a rounding error of resizing; normalised images are far outside
 
 
 class Attack(Protocol):
-    """What an attack is: a function of a model, images in [0, 1] and labels to images of the same shape.
+    """An attack: a function of a model, images in [0, 1] and labels that returns images of the same shape.
 
     Example:
         def noise(model, x, y):
@@ -26,7 +27,7 @@ class Attack(Protocol):
     """
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Images of a high loss in the balls around `x`."""
+        """Images with a high loss in the balls around `x`."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,14 @@ class Ball:
             raise RecipeError(f"norm must be {' or '.join(NORMS)}, not {self.norm!r}")
 
     def random(self, x: Tensor) -> Tensor:
-        """A uniformly random point of each ball, clipped to the box."""
+        """A uniformly random point in each ball, clipped to the box."""
         if self.norm == "linf":
             return self.project(x + self.epsilon * (2 * uniform(x) - 1), x)
         radius = uniform(x.new_empty(len(x))) ** (1 / x[0].numel())
         return self.project(x + self.epsilon * per_image(radius, x) * self.steepest(normal(x)), x)
 
     def project(self, points: Tensor, x: Tensor) -> Tensor:
-        """The nearest points in the ball, clipped to the box (which can't leave the ball again)."""
+        """The nearest points in the ball, clipped to the box (a clipped point stays in the ball)."""
         if self.norm == "linf":
             return torch.clamp(points, x - self.epsilon, x + self.epsilon).clamp_(0, 1)
         offset = points - x
@@ -67,10 +68,10 @@ class Ball:
         return (x + offset * per_image(shrink, x)).clamp_(0, 1)
 
     def steepest(self, gradient: Tensor) -> Tensor:
-        """The direction of length one along which a linear function with this gradient grows most."""
+        """The unit direction along which a linear function with this gradient grows most."""
         if self.norm == "linf":
             return gradient.sign()
-        # A confident network has gradients whose squares underflow: scale them first.
+        # The squares of a confident network's gradients underflow: scale them first.
         tiny = torch.finfo(gradient.dtype).tiny
         gradient = gradient / per_image(gradient.abs().flatten(1).amax(1).clamp_min(tiny), gradient)
         length = torch.linalg.vector_norm(gradient.flatten(1), dim=1)
@@ -78,28 +79,52 @@ class Ball:
 
 
 def per_image(values: Tensor, images: Tensor) -> Tensor:
-    """One number an image, in a shape that spreads over its pixels."""
+    """One number for each image, in a shape that broadcasts over its pixels."""
     return values.reshape(-1, *[1] * (images.ndim - 1))
 
 
 def length_of(offset: Tensor, norm: str) -> Tensor:
-    """The lengths of offsets, one an image. The maximum is faster this way than as a norm."""
+    """The norm of the offset of each image. `amax` is faster than torch's maximum norm."""
     offset = offset.flatten(1)
     length: Tensor = offset.abs().amax(1) if norm == "linf" else torch.linalg.vector_norm(offset, dim=1)
     return length
 
 
+def noise(x: Tensor, norm: str, generator: torch.Generator) -> Tensor:
+    """A random offset for each image: uniform in [-1, 1] for the maximum norm, normal for the Euclidean norm."""
+    if norm == "linf":
+        return 2 * torch.rand(x.shape, generator=generator, device=x.device, dtype=x.dtype) - 1
+    return torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+
+
 def logits(net: Logits, x: Tensor) -> Tensor:
-    """The network's answer, which must be one row of at least two class scores for each image."""
+    """The logits of a network: one row of at least two numbers for each image."""
     answer: Any = net(x)
     if not isinstance(answer, Tensor) or answer.ndim != 2 or len(answer) != len(x) or answer.shape[1] < 2:
-        found = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-        raise ModelError(f"the model must return logits of shape (batch, classes), not {found}")
+        actual = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+        raise ModelError(f"the model must return logits of shape (batch, classes), not {actual}")
     return answer
 
 
+def margin(answer: Tensor, y: Tensor) -> Tensor:
+    """By how much the logit of the true class is above the largest other one."""
+    true = answer.gather(1, y[:, None]).squeeze(1)
+    return true - answer.scatter(1, y[:, None], -math.inf).amax(1)
+
+
+def slope(net: Logits, points: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits at some points, the loss of each image, and the gradient of each loss with respect to its image."""
+    points = points.detach().requires_grad_(True)
+    with torch.enable_grad():
+        answer = logits(net, points)
+        losses = loss(answer)
+        total = losses.sum()
+    (gradient,) = torch.autograd.grad(total, points)
+    return answer.detach(), losses.detach().to(points.dtype), gradient
+
+
 def images_in_box(x: Tensor, y: Tensor) -> Tensor:
-    """Check a batch of images and labels, and give the images detached and exactly in [0, 1]."""
+    """Check a batch of images and labels, and return the images detached and exactly in [0, 1]."""
     if not x.is_floating_point():
         raise DataError(f"images must be floating point numbers in [0, 1], not {x.dtype}")
     if y.shape != x.shape[:1] or y.is_floating_point():
@@ -109,7 +134,9 @@ def images_in_box(x: Tensor, y: Tensor) -> Tensor:
     if x.numel():
         low, high = (float(value) for value in torch.aminmax(x.detach()))
         if not (low >= -_OUTSIDE and high <= 1 + _OUTSIDE):
-            raise DataError(f"images must be in [0, 1], not [{low:g}, {high:g}]: normalisation belongs into the model")
+            raise DataError(
+                f"images must be in [0, 1], not [{low:g}, {high:g}]: normalisation belongs inside the model"
+            )
     return x.detach().clamp(0, 1)
 
 
@@ -122,7 +149,7 @@ def step_size(step: float | None, epsilon: float) -> float:
 
 
 def check_number(name: str, value: object, *, whole: bool = False, least: int = 0) -> None:
-    """Raise the one-line error of a field that is no finite number or too small (a recipe may hold anything)."""
+    """Raise `RecipeError` unless a field is a finite number of at least `least` (a recipe may hold anything)."""
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value < math.inf:  # type: ignore[operator]  # known by `number`
+    if not number or not least <= value < math.inf:  # type: ignore[operator]  # `number` says so
         raise RecipeError(f"{name} must be a {'whole ' * whole}number of {least} or more, not {value!r}")

@@ -43,8 +43,15 @@ def evaluate(
     batch: Annotated[int, typer.Option(help="Images asked about at a time.")] = 256,
     curve: Annotated[bool, typer.Option("--curve", help="Accuracy over epsilon, too.")] = False,
     distances: Annotated[bool, typer.Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
-    corruptions: Annotated[bool, typer.Option("--corruptions", help="Common corruptions, too.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="All of it, with AutoAttack.")] = False,
+    corruptions: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.",
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="AutoAttack, curve and distances.")] = False,
     checks: Annotated[bool, typer.Option(help="Look for signs of false robustness.")] = True,
     store: Annotated[bool, typer.Option("--store", help="Keep all adversarial images.")] = False,
     twin: Annotated[
@@ -81,7 +88,7 @@ def evaluate(
 
     if exported_eval.is_artefact(target):
         wishes = evaluate_file.Wishes(
-            attack or (_FULL if full else ("pgd-20",)), epsilon, norm, curve or full, corruptions or full, checks
+            attack or (_FULL if full else ("pgd-20",)), epsilon, norm, curve or full, corruptions, checks
         )
         if distances:
             raise RecipeError("--distances needs the gradients of the network itself: evaluate the run for that")
@@ -128,8 +135,8 @@ def evaluate(
             output["curve"] = audit.curve(ball)
         if distances or full:
             output["distances"] = audit.distances(ball.norm)
-        if corruptions or full:
-            output["corruptions"] = audit.corruptions()
+        if corruptions is not None:
+            output["corruptions"] = audit.corruptions(corruptions)
         if subject.dense is not None:
             output["flips"] = audit.flips(subject.dense)
         if checks:

@@ -19,7 +19,7 @@ class Wishes:
     epsilon: str | None
     norm: str | None
     curve: bool
-    corruptions: bool
+    corruptions: Path | None
     checks: bool
 
 
@@ -90,8 +90,8 @@ def evaluate(
         tests = [trial.natural(), *(trial.under(name, attack) for name, attack in attacks)]
         if wishes.curve and subjects.twin is not None:
             extra["curve"] = trial.curve(ball)
-        if wishes.corruptions:
-            extra["corruptions"] = trial.direct.corruptions()
+        if wishes.corruptions is not None:
+            extra["corruptions"] = trial.direct.corruptions(wishes.corruptions)
         findings = trial.checks(ball, tests) if wishes.checks else []
         output = trial.summary([*tests, trial.worst(tests)], findings, ball, **extra)
     for finding in findings:

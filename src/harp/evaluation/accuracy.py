@@ -10,7 +10,7 @@ from harp.attacks import Ball
 from harp.data.dataset import DataSet
 from harp.data.decodable import readable
 from harp.evaluation.predict import classes_of
-from harp.evaluation.runner import BATCH, Assault, Outcome
+from harp.evaluation.runner import BATCH, AttackRun, Outcome
 from harp.evaluation.score import score, subset
 
 DEFAULT = Ball(8 / 255, "linf")
@@ -40,25 +40,17 @@ def measure(
 ) -> tuple[dict[str, Any], Outcome]:
     """The accuracy with its 95 % interval and all that it depends on beside the network; and the attack's outcome.
 
-    `options` are further arguments of `harp.evaluation.runner.Assault`: to show progress, to save its state, to stop.
+    `options` are further arguments of `harp.evaluation.runner.AttackRun`: to show progress, to save its state, to stop.
     """
     test = source.test.select(subset(len(source.test), examples, seed))
     requested, test = len(test), readable(test, options.get("progress")).split
     classes = classes_of(model, test.images, test.labels, source.num_classes)
-    outcome = Assault(model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **options).run()
+    outcome = AttackRun(
+        model, test.images, test.labels, attack, classes=classes, batch=batch, seed=seed, **options
+    ).run()
     scored = score(outcome.right, test.labels, attack, classes=classes, batch=batch, seed=seed)
-    low, high = scored.interval(balanced=source.balanced)
-    result = {
-        **scored.as_dict(),
-        "name": name,
-        "measure": "balanced accuracy" if source.balanced else "accuracy",
-        "value": scored.balanced_accuracy if source.balanced else scored.accuracy,
-        "low": low,
-        "high": high,
-        "data": source.name,
-        "source": source.source,
-        "seed": seed,
-    }
+    facts = {"name": name, "data": source.name, "source": source.source}
+    result = {**scored.summary(source.balanced), **facts}
     if len(test) < requested:
         result["undecodable"] = requested - len(test)  # images that were left out
     return result, outcome

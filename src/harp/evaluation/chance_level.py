@@ -16,14 +16,11 @@ def constant_accuracy(totals: Sequence[int], balanced: bool = False) -> float:
 
 
 def at_chance(value: float, totals: Sequence[int], balanced: bool = False) -> bool:
-    """Whether an accuracy is not significantly better than that of the best constant answer.
+    """Whether the 95 % interval of an accuracy (Wilson's) is not above the accuracy of the best constant answer.
 
-    That is the case if the lower end of its 95 % interval (Wilson's) is not above the constant answer's accuracy. The
-    balanced accuracy of C classes with n_c images each counts as a share of C² / Σ 1/n_c images, which is the number
-    of all images if the classes are equally large.
-
-    If the images are so few, or so many of one class, that even a perfect network would not pass, they say nothing
-    about the network, and the result is False.
+    The balanced accuracy of C classes with n_c images each counts as a share of C² / Σ 1/n_c images, which is the
+    number of all images if the classes are equally large. The result is False if there are so few images, or so many of
+    one class, that even a perfect network would not pass.
     """
     present = [count for count in totals if count]
     if not present:

@@ -10,16 +10,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.attacks import Ball
+from harp.attacks import Ball, margin
+from harp.attacks.batched import wrong
 from harp.errors import DataError, RecipeError
-from harp.evaluation import model_checks, score
-from harp.evaluation.model_checks import Finding, graded
+from harp.evaluation import model_checks
+from harp.evaluation.model_checks import Finding, Verdict, graded, judged
+from harp.evaluation.predict import as_input, example_of
+from harp.evaluation.runner import seed_generators, seeded
+from harp.evaluation.score import score
 from harp.models.modes import Logits, evaluating
 from harp.system.seeds import derive
 
@@ -29,15 +34,11 @@ _USUAL = 10  # the steps of a usual attack
 _NOISES = 20  # random points for each image
 
 _Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _cross_entropy(answer: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(answer, y, reduction="none")
+_cross_entropy: _Loss = partial(F.cross_entropy, reduction="none")
 
 
 def _negative_margin(answer: Tensor, y: Tensor) -> Tensor:
-    true = answer.gather(1, y[:, None]).squeeze(1)
-    return answer.scatter(1, y[:, None], -math.inf).amax(1) - true
+    return -margin(answer, y)
 
 
 def inspect(model: nn.Module, images: Tensor, labels: Tensor, ball: Ball, *, seed: int = 0) -> list[Finding]:
@@ -50,10 +51,8 @@ def inspect(model: nn.Module, images: Tensor, labels: Tensor, ball: Ball, *, see
         raise RecipeError("epsilon 0 leaves nothing to attack: give the epsilon of the evaluation")
     if len(images) == 0:
         raise DataError("there are no images to inspect the model on")
-    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros((), device=images.device))
-    x = images[:_IMAGES].to(like.device).to(like.dtype)
-    x = x / 255 if images.dtype == torch.uint8 else x
-    y = labels[:_IMAGES].to(like.device, torch.long)
+    like = example_of(model, images)
+    x, y = as_input(images[:_IMAGES], like), labels[:_IMAGES].to(like.device, torch.long)
     with torch.inference_mode(False), torch.no_grad(), _copies(model, x) as fresh:
         return list(_inspected(_Subject(fresh, seed), model_checks.normalisation(model), x.clone(), y.clone(), ball))
 
@@ -71,12 +70,8 @@ class _Subject:
         return net(x)
 
     def seed_torch(self, device: torch.device, *purpose: int | str) -> None:
-        """Seed torch's generators, which are forked while the model is inspected."""
-        seed = derive(self.seed, "suspicion", *purpose)
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        """Seed torch's generators, whose states are restored at the end of the inspection."""
+        seed_generators(derive(self.seed, "suspicion", *purpose), device)
 
     def normal(self, like: Tensor, *purpose: int | str) -> Tensor:
         """Normal random numbers, the same on every device."""
@@ -98,8 +93,7 @@ def _copies(model: nn.Module, example: Tensor) -> Iterator[Callable[[], nn.Modul
         except Exception:  # a module may hold objects that can't be copied, such as generators or views
             return model
 
-    devices = [example.device] if example.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluating(model):
+    with seeded(0, example.device), evaluating(model):
         try:
             yield fresh
         finally:
@@ -146,8 +140,11 @@ def _normalisation(subject: _Subject, layer: Finding, x: Tensor, y: Tensor) -> F
     if layer.verdict == "good":
         return layer
     mean, std = x.mean((0, *range(2, x.ndim)), keepdim=True), x.std((0, *range(2, x.ndim)), keepdim=True)
-    given = _score(subject.ask(subject.fresh(), x, "given"), y)
-    other = _score(subject.ask(subject.fresh(), (x - mean) / std.clamp_min(1e-3), "standardised"), y)
+    images = {"given": x, "standardised": (x - mean) / std.clamp_min(1e-3)}
+    answers = [subject.ask(subject.fresh(), images[name], name) for name in images]
+    given, other = (
+        score((z.argmax(1) == y).cpu(), y, None, classes=z.shape[1], batch=len(x), seed=subject.seed) for z in answers
+    )
     seen = f"{given.accuracy:.0%} of the images are right as given, {other.accuracy:.0%} when standardised"
     if other.interval()[0] > given.interval()[1]:
         text = f"{seen}: by this heuristic the model was trained on normalised images; put the normalisation inside"
@@ -205,11 +202,11 @@ def _preprocessing(subject: _Subject, net: Logits, x: Tensor, y: Tensor) -> Find
     predicted = 2e-3 * gradient.abs().flatten(1).sum(1)
     ahead, back = (_negative_margin(subject.ask(net, x + side * step, "steps"), y) for side in (1, -1))
     ratio = (ahead - back) / predicted.clamp_min(torch.finfo(x.dtype).tiny)
-    wrong = int(((predicted > 0) & ~((ratio > 0.1) & (ratio < 10))).sum())
-    verdict = graded(wrong / len(x), 0.2, 0.5)
+    unlike = int(((predicted > 0) & ~((ratio > 0.1) & (ratio < 10))).sum())
+    verdict = graded(unlike / len(x), 0.2, 0.5)
     if verdict != "good":
         text = (
-            f"a small step along the gradient does not raise the loss as the gradient says on {wrong} of {len(x)} "
+            f"a small step along the gradient does not raise the loss as the gradient says on {unlike} of {len(x)} "
             "images: some step of the model has a gradient that is not its own; attack it without that step"
         )
         return Finding("preprocessing", verdict, text)
@@ -227,8 +224,7 @@ def _climb(
     when = torch.full((len(x),), _STEPS + 1, device=x.device)
     for index in range(_STEPS + 1):
         answer, gradient = _gradient(net, points, y, loss)
-        fooled = (answer.argmax(1) != y) | ~answer.isfinite().all(1)
-        when = when.masked_fill(fooled & (when > index), index)
+        when = when.masked_fill(wrong(answer, y) & (when > index), index)
         losses.append(float(loss(answer, y).mean()))
         points = ball.project(points + step * ball.steepest(gradient), x)
     return losses, when
@@ -246,10 +242,8 @@ def _ascent(losses: Sequence[float]) -> Finding:
         text = f"{seen}: it does not rise, so the gradient leads nowhere and robust accuracy would be false"
         return Finding("ascent", "bad", text)
     falls = sum(max(0.0, before - after) for before, after in pairwise(path))
-    if falls > rise / 2:
-        text = f"{seen}, but falls by {falls:.3g} on the way: the gradient is noisy; use smaller steps and more of them"
-        return Finding("ascent", "look", text)
-    return Finding("ascent", "good", seen)
+    advice = f", but falls by {falls:.3g} on the way: the gradient is noisy; use smaller steps and more of them"
+    return judged("ascent", "look" if falls > rise / 2 else "good", seen, advice)
 
 
 def _vanishing(net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> Finding:
@@ -263,23 +257,19 @@ def _vanishing(net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> F
     if lost.any():
         by_margin = _climb(net, x[lost], y[lost], ball, ball.epsilon / 4, _negative_margin)[1]
         missed = int(((by_margin <= _STEPS) & (when[lost] > _STEPS)).sum())
-    verdict = graded(missed / len(x), 0.01, 0.05) if missed > 1 else "good"
-    if verdict == "good":
-        return Finding("vanishing", "good", seen)
-    text = (
-        f"{seen}, and the margin's fools {missed} of these that it leaves right: attacks on the cross entropy alone "
+    advice = (
+        f", and the margin's fools {missed} of these that it leaves right: attacks on the cross entropy alone "
         "give false robustness; attack the margin too (cw, apgd-t, autoattack)"
     )
-    return Finding("vanishing", verdict, text)
+    return judged("vanishing", graded(missed / len(x), 0.01, 0.05) if missed > 1 else "good", seen, advice)
 
 
 def _steps(when: Tensor) -> Finding:
     """Whether more steps fool many more images."""
     few, many = (float((when <= steps).double().mean()) for steps in (_USUAL, _STEPS))
     seen = f"{_USUAL} steps fool {few:.0%} of the images and {_STEPS} steps {many:.0%}"
-    if many - few > 0.2:
-        return Finding("steps", "look", f"{seen}: a short attack is not at its end; evaluate with more steps")
-    return Finding("steps", "good", seen)
+    verdict: Verdict = "look" if many - few > 0.2 else "good"
+    return judged("steps", verdict, seen, ": a short attack is not at its end; evaluate with more steps")
 
 
 def _noise(subject: _Subject, net: Logits, x: Tensor, y: Tensor, ball: Ball, when: Tensor) -> Finding:
@@ -292,10 +282,8 @@ def _noise(subject: _Subject, net: Logits, x: Tensor, y: Tensor, ball: Ball, whe
     alone = int((fooled & (when > _STEPS)).sum())
     seen = f"random noise fools {int(fooled.sum())} of {len(x)} images, {alone} of them missed by gradient ascent"
     verdict = graded(alone / len(x), 0.01, 0.05) if alone > 1 else "good"
-    if verdict == "good":
-        return Finding("noise", "good", seen)
-    text = f"{seen}: the gradient is worth less than chance there; add a black-box attack (autoattack has Square)"
-    return Finding("noise", verdict, text)
+    advice = ": the gradient is worth less than chance there; add a black-box attack (autoattack has Square)"
+    return judged("noise", verdict, seen, advice)
 
 
 def _budget(net: Logits, x: Tensor, y: Tensor, ball: Ball) -> Finding:
@@ -321,12 +309,8 @@ def _budget(net: Logits, x: Tensor, y: Tensor, ball: Ball) -> Finding:
             "are masked, so robust accuracy by them alone would be false; add attacks without gradients (autoattack)"
         )
         return Finding("budget", "bad", text)
-    if left.double().mean() > 0.05:
-        text = (
-            f"{seen}, where hardly any can hold out: gradients are masked or the model is almost constant; look at both"
-        )
-        return Finding("budget", "look", text)
-    return Finding("budget", "good", seen)
+    advice = ", where hardly any can hold out: gradients are masked or the model is almost constant; look at both"
+    return judged("budget", "look" if left.double().mean() > 0.05 else "good", seen, advice)
 
 
 def _gradient(net: Logits, x: Tensor, y: Tensor, loss: _Loss) -> tuple[Tensor, Tensor]:
@@ -337,12 +321,6 @@ def _gradient(net: Logits, x: Tensor, y: Tensor, loss: _Loss) -> tuple[Tensor, T
         total = loss(answer, y).sum()
         gradient = torch.autograd.grad(total, points, allow_unused=True)[0] if total.requires_grad else None
     return answer.detach(), torch.zeros_like(x) if gradient is None else gradient
-
-
-def _score(answer: Tensor, y: Tensor) -> score.Score:
-    classes, right = answer.shape[1], y[answer.argmax(1) == y]
-    correct, totals = (tuple(torch.bincount(labels.cpu(), minlength=classes).tolist()) for labels in (right, y))
-    return score.Score("clean", correct, totals)
 
 
 def _off(first: Tensor, second: Tensor) -> float:

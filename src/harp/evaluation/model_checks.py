@@ -25,6 +25,11 @@ class Finding:
     text: str
 
 
+def judged(check: str, verdict: Verdict, observed: str, advice: str) -> Finding:
+    """A finding whose text is what was observed, with the advice if the verdict is not good."""
+    return Finding(check, verdict, observed if verdict == "good" else observed + advice)
+
+
 @dataclass(frozen=True)
 class Examination:
     """The results of all checks."""
@@ -50,10 +55,8 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool 
     try:
         units = Weights(model)
         layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
-        left_out, first = (
-            units.left_out,
-            Finding("prunable", "good", f"{units.size:,} weights in {len(layers)} layers"),
-        )
+        left_out = units.left_out
+        first = Finding("prunable", "good", f"{units.size:,} weights in {len(layers)} layers")
     except HarpError as error:
         layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))
     spaces, whole, second = _channels(model, images) if channels else ([], [], [])
@@ -117,9 +120,8 @@ def normalisation(model: nn.Module) -> Finding:
 def answers(outputs: Tensor, labels: Tensor) -> Finding:
     """Whether a model's outputs are finite logits that fit the labels."""
     if outputs.ndim != 2:
-        return Finding(
-            "logits", "bad", f"output has shape {tuple(outputs.shape)}: one row of logits an image is needed"
-        )
+        text = f"output has shape {tuple(outputs.shape)}: one row of logits for each image is needed"
+        return Finding("logits", "bad", text)
     if not torch.isfinite(outputs).all():
         return Finding("logits", "bad", "output holds NaN or infinity")
     if int(labels.max()) >= outputs.shape[1]:
@@ -147,9 +149,7 @@ def gradients(logits: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor
         loss = F.cross_entropy(outputs, labels.clamp(max=outputs.shape[-1] - 1), reduction="sum")
         (gradient,) = torch.autograd.grad(loss, x, allow_unused=True) if loss.requires_grad else (None,)
     if gradient is None:
-        return Finding(
-            "gradients", "bad", "the loss has no gradient with respect to the image: nothing can be attacked"
-        )
+        return Finding("gradients", "bad", "the loss has no gradient for the image: nothing can be attacked")
     zero = int((gradient.flatten(1).abs().amax(1) == 0).sum())
     if zero:
         text = f"{zero} of {len(x)} images have a gradient of zero: robust accuracy would be false"

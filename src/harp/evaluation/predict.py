@@ -1,4 +1,4 @@
-"""Predictions of a network: images in the form that it takes, its logits and its classes."""
+"""Predictions of a network: its input format, its logits and its classes."""
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,13 @@ def predicted(model: nn.Module, x: Tensor) -> Tensor:
     """The classes that the model predicts; -1 where a logit is not finite, as its argmax means nothing then."""
     out = answer(model, x)
     return torch.where(out.isfinite().all(1), out.argmax(1), -1)
+
+
+def predicted_in_batches(model: nn.Module, images: Tensor, batch: int) -> Tensor:
+    """The classes that the model predicts for many images, on the CPU; -1 where a logit is not finite."""
+    like, starts = example_of(model, images), range(0, len(images), batch)
+    parts = [predicted(model, as_input(images[start : start + batch], like)).cpu() for start in starts]
+    return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The audit of a network: every number is measured once, written to a file of its own, and can be resumed.
+"""The results of a network: every number is measured once, written to a file of its own, and can be resumed.
 
     FOLDER/<kind>-<name>-<hash>.json          the result, and all that it depends on
     FOLDER/<kind>-<name>-<hash>.state.pt      the state of an attack that was interrupted
@@ -12,6 +12,7 @@ other settings never get an old result. `harp run` writes its results this way t
 import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from harp.data.decodable import readable
 from harp.errors import CheckpointError, DataError, Interrupted, ModelError
 from harp.evaluation import accuracy, consistency, corruptions, gradient_masking
 from harp.evaluation.accuracy import Subject
-from harp.evaluation.predict import answer, as_input, example_of, predicted
-from harp.evaluation.runner import BATCH, Outcome, forget, seeded
+from harp.evaluation.predict import answer, as_input, example_of, predicted_in_batches
+from harp.evaluation.runner import BATCH, forget, seeded
 from harp.evaluation.score import score, subset
 from harp.models.weights import fingerprint
 from harp.system import files
@@ -90,11 +91,9 @@ class Audit:
         """Accuracy on the images as they are."""
         result = self.under("natural", None)
         wrong = torch.tensor([index for index, bit in enumerate(result["images"]) if bit == "0"], dtype=torch.long)
-        not_finite = int((self._predict(self.subject.model, self.test.select(wrong).images) < 0).sum())
-        if not_finite:
-            raise ModelError(
-                f"the logits of {not_finite} of {result['n']} images are not finite: nothing can be measured"
-            )
+        classes = predicted_in_batches(self.subject.model, self.test.select(wrong).images, self.batch)
+        if count := int((classes < 0).sum()):
+            raise ModelError(f"the logits of {count} of {result['n']} images are not finite: nothing can be measured")
         return result
 
     def under(self, name: str, attack: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Audit:
     def _accuracy(self, kind: str, name: str, attack: Any, pictures: int) -> dict[str, Any]:
         """Accuracy under an attack, from a file if it was measured before."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             with self.display.counting(f"test {name}", len(self.test)):
                 result, outcome = accuracy.measure(
                     self.subject.model,
@@ -114,8 +113,8 @@ class Audit:
                     examples=self.examples,
                     seed=self.seed,
                     batch=self.batch,
-                    path=None if stem is None else _state(stem),
-                    store=stem if self.store else None,
+                    path=self._path(kind, name, repr(attack), ".state.pt"),
+                    store=self._path(kind, name, repr(attack), "") if self.store else None,
                     pictures=pictures,
                     witness=self.witness,
                     progress=self.display.count,
@@ -123,10 +122,14 @@ class Audit:
                     peers=self.peers,
                 )
             if len(outcome.examples.get("index", ())):
-                self._cached("examples", name, repr(attack), lambda _: self._pictures(name, attack, outcome.examples))
+                self._cached("examples", name, repr(attack), lambda: self._pictures(name, attack, outcome.examples))
             if self.witness is not None:
                 result["witness"] = {"network": fingerprint(self.witness), "images": _bits(outcome.witnessed)}
-            return result | _details(outcome)
+            if outcome.parts:
+                result["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
+            if not torch.equal(outcome.right, outcome.during):
+                result["during"] = float(outcome.during.float().mean())
+            return {**result, "images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
 
         return self._cached(kind, name, repr(attack), measure)
 
@@ -140,30 +143,31 @@ class Audit:
 
     def counted(self, right: Tensor, like: Mapping[str, Any]) -> dict[str, Any]:
         """The accuracy by flags of which images are right; the other fields come from the result `like`."""
-        classes, balanced = self.subject.data.num_classes, self.subject.data.balanced
-        scored = score(right, self.test.labels, None, classes=classes, batch=self.batch, seed=self.seed)
-        low, high = scored.interval(balanced=balanced)
-        value = scored.balanced_accuracy if balanced else scored.accuracy
-        facts = {"name": like["name"], "attack": like["attack"], "network": self.network}
-        result = {**like, **scored.as_dict(), **facts, "value": value, "low": low, "high": high, "images": _bits(right)}
+        data = self.subject.data
+        scored = score(right, self.test.labels, None, classes=data.num_classes, batch=self.batch, seed=self.seed)
+        facts = {"name": like["name"], "attack": like["attack"], "network": self.network, "images": _bits(right)}
+        result = {**like, **scored.summary(data.balanced), **facts}
         return {key: item for key, item in result.items() if key not in ("parts", "during", "seconds", "witness")}
 
     def curve(self, ball: Ball) -> dict[str, Any]:
         """Accuracy over the radius of the ball; each radius has an attack of its own."""
-        attacks = [(scale * ball.epsilon, Apgd(scale * ball.epsilon, ball.norm, steps=50)) for scale in CURVE]
-        natural = self.natural()
-        points = [{"epsilon": 0.0, **{key: natural[key] for key in ("value", "low", "high", "n")}}]
-        for epsilon, attack in attacks:
-            result = self._accuracy("radius", f"{attack.name}-{epsilon:.4g}", attack, 0)
-            points.append({"epsilon": epsilon, **{key: result[key] for key in ("value", "low", "high", "n")}})
-        curve = {"attack": attacks[0][1].name, "norm": ball.norm, "points": points}
-        return self._cached("curve", attacks[0][1].name, repr(ball), lambda stem: curve)
+        attacks = [Apgd(scale * ball.epsilon, ball.norm, steps=50) for scale in CURVE]
+        results = [(0.0, self.natural())]
+        for attack in attacks:
+            result = self._accuracy("radius", f"{attack.name}-{attack.epsilon:.4g}", attack, 0)
+            results.append((attack.epsilon, result))
+        points = [
+            {"epsilon": epsilon, **{key: result[key] for key in ("value", "low", "high", "n")}}
+            for epsilon, result in results
+        ]
+        curve = {"attack": attacks[0].name, "norm": ball.norm, "points": points}
+        return self._cached("curve", attacks[0].name, repr(ball), lambda: curve)
 
     def distances(self, norm: str) -> dict[str, Any]:
         """The distance to the nearest adversarial image that a minimum-norm attack finds."""
         attack = Fmn(norm=norm)
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             values: dict[int, Tensor] = {}
             with self.display.counting(f"test {attack.name}", len(self.test)):
                 for start in range(0, len(self.test), self.batch)[self.peers.rank :: self.peers.world]:
@@ -180,30 +184,35 @@ class Audit:
 
         return self._cached("distances", attack.name, repr(attack), measure)
 
-    def corruptions(self) -> dict[str, Any]:
-        """Accuracy on corrupted images."""
+    def corruptions(self, folder: Path) -> dict[str, Any]:
+        """Accuracy on the published files of corrupted test images in a folder, such as those of CIFAR-10-C."""
+        parts = corruptions.find(folder, self.subject.data)
 
-        def measure(stem: Path | None) -> dict[str, Any]:
-            with self.display.counting("test corruptions", 1):
-                return corruptions.measure(
+        def measure() -> dict[str, Any]:
+            with self.display.counting("test corruptions", len(parts)):
+                result = corruptions.measure(
                     self.subject.model,
-                    self.test.images,
-                    self.test.labels,
+                    parts,
+                    examples=self.examples,
                     seed=self.seed,
                     batch=self.batch,
                     progress=self._count,
                 )
+            return {"files": folder.resolve().name, **result}
 
-        return self._cached("corruptions", "all", "", self._on_first(measure))
+        result = self._cached("corruptions", "files", corruptions.digest(parts), measure, alone=True)
+        if result["missing"]:
+            self.display.note(f"{folder} has no {', '.join(result['missing'])}: published means are over these too")
+        return result
 
     def flips(self, dense: nn.Module) -> dict[str, Any]:
         """The predictions that pruning has changed."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
-            before, after, y = self._predict(dense), self._predict(self.subject.model), self.test.labels.cpu()
+        def measure() -> dict[str, Any]:
+            models, y = (dense, self.subject.model), self.test.labels.cpu()
+            before, after = (predicted_in_batches(model, self.test.images, self.batch) for model in models)
             right_before, right_after = before == y, after == y
             changed = (before != after).nonzero().flatten()
-            listed = changed[:_SHOWN].tolist()
             return {
                 "both_right": int((right_before & right_after).sum()),
                 "lost": int((right_before & ~right_after).sum()),
@@ -212,16 +221,16 @@ class Audit:
                 "changed": len(changed),
                 "examples": [
                     {"index": int(self.chosen[i]), "label": int(y[i]), "dense": int(before[i]), "pruned": int(after[i])}
-                    for i in listed
+                    for i in changed[:_SHOWN].tolist()
                 ],
             }
 
-        return self._cached("flips", "dense", fingerprint(dense), self._on_first(measure))
+        return self._cached("flips", "dense", fingerprint(dense), measure, alone=True)
 
     def agreement(self, other: nn.Module) -> dict[str, Any]:
         """How far the logits of another network are from the subject's, on clean images."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             with self.display.counting("agreement", 2 * len(self.test)):
                 own, others = self._logits(self.subject.model, 0), self._logits(other, len(self.test))
             if own.shape != others.shape:
@@ -235,45 +244,47 @@ class Audit:
                 "relative": difference / largest if largest else difference,  # to the largest logit
             }
 
-        return self._cached("agreement", "answers", fingerprint(other), self._on_first(measure))
+        return self._cached("agreement", "answers", fingerprint(other), measure, alone=True)
 
     def checks(self, ball: Ball, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Signs of false robustness: in the model, and in the numbers measured so far."""
 
-        def measure(stem: Path | None) -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
             sample = self.test.select(torch.arange(min(_CHECKED, len(self.test))))
-            images = as_input(sample.images[:], self.like)
-            labels = sample.labels.to(self.like.device)
             findings = [
-                *gradient_masking.inspect(self.subject.model, images, labels, ball, seed=self.seed),
+                *gradient_masking.inspect(self.subject.model, sample.images[:], sample.labels, ball, seed=self.seed),
                 *consistency.review(results),
             ]
-            return {"findings": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings]}
+            return {"findings": [asdict(finding) for finding in findings]}
 
         values = "/".join(f"{result['name']}={result.get('value')}" for result in results if "name" in result)
-        return self._cached("checks", "robustness", f"{ball!r}/{values}", self._on_first(measure))
+        return self._cached("checks", "robustness", f"{ball!r}/{values}", measure, alone=True)
 
     def _cached(
-        self, kind: str, name: str, conditions: str, measure: Callable[[Path | None], dict[str, Any]]
+        self, kind: str, name: str, conditions: str, measure: Callable[[], dict[str, Any]], *, alone: bool = False
     ) -> dict[str, Any]:
-        """The result in the file of this measurement; if there is none, measure now and write the file."""
-        stem = None if self.folder is None else self.folder / self._names(kind, name, conditions)[0]
-        saved = self.peers.first(self._read_saved(kind, name, conditions))
-        if saved is not None:
-            self._remove_state(stem)  # the process may have been killed after it wrote the result
-            return saved
-        source = self.subject.data
-        facts = {
-            "network": self.network,
-            "data": source.name,
-            "source": source.source,
-            "seed": self.seed,
-            "n": len(self.test),
-        }
-        result = {"kind": kind, "classes": list(source.classes), **facts, **measure(stem)}
-        self._write(stem, result)
-        self._remove_state(stem)
+        """The result in the file of this measurement; if there is none, measure now and write the file.
+
+        `alone`: the first process measures and the others wait, for work that is too short to share.
+        """
+        result = self.peers.first(self._read_saved(kind, name, conditions))
+        if result is None:
+            measured = measure() if self.peers.rank == 0 or not alone else {}
+            if alone:
+                self.peers.meet(self._stop_if_asked)
+                measured = self.peers.first(measured)
+            data = self.subject.data
+            origin = {"kind": kind, "classes": list(data.classes), "data": data.name, "source": data.source}
+            result = {**origin, "network": self.network, "seed": self.seed, "n": len(self.test), **measured}
+            self._write(kind, name, conditions, result)
+        # Also for an old result: the process may have been killed after it wrote it.
+        if (path := self._path(kind, name, conditions, ".state.pt")) is not None and self.peers.rank == 0:
+            forget(path)
         return result
+
+    def _path(self, kind: str, name: str, conditions: str, suffix: str) -> Path | None:
+        """The file of a measurement that has this suffix; None if nothing is written."""
+        return None if self.folder is None else self.folder / (self._names(kind, name, conditions)[0] + suffix)
 
     def _names(self, kind: str, name: str, conditions: str) -> list[str]:
         """The file names, without suffix, that a result may have; new files get the first one."""
@@ -287,32 +298,23 @@ class Audit:
         elsewhere = () if self.store else self.subject.measured  # other folders may lack the images to store
         folders = (*([] if self.folder is None else [self.folder]), *elsewhere)
         path = next((file for where in folders for stem in names if (file := where / f"{stem}.json").is_file()), None)
-        saved = None if path is None else _read(path)
-        if path is not None and saved is not None and path.parent != self.folder:
+        if path is None:
+            return None
+        try:
+            saved = files.read_json(path)
+        except CheckpointError as error:
+            raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
+        if path.parent != self.folder:
             if kind == "accuracy":
                 self.display.note(f"{name}: measured before, taken from {path}")
                 self._read_saved("examples", name, conditions)
-            self._write(None if self.folder is None else self.folder / names[0], saved)
+            self._write(kind, name, conditions, saved)
         return saved
 
-    def _write(self, stem: Path | None, result: dict[str, Any]) -> None:
-        if stem is not None and self.peers.rank == 0:
-            insist(lambda: files.write_json(stem.with_name(f"{stem.name}.json"), result), stop=self.stop)
-
-    def _remove_state(self, stem: Path | None) -> None:
-        """Remove the state of an attack whose result is written."""
-        if stem is not None and self.peers.rank == 0:
-            forget(_state(stem))
-
-    def _on_first(self, measure: Callable[[Path | None], dict[str, Any]]) -> Callable[[Path | None], dict[str, Any]]:
-        """Let the first process measure while the others wait: for work that is too short to share."""
-
-        def measure_on_first(stem: Path | None) -> dict[str, Any]:
-            result = measure(stem) if self.peers.rank == 0 else {}
-            self.peers.meet(self._stop_if_asked)
-            return self.peers.first(result)
-
-        return measure_on_first
+    def _write(self, kind: str, name: str, conditions: str, result: dict[str, Any]) -> None:
+        path = self._path(kind, name, conditions, ".json")
+        if path is not None and self.peers.rank == 0:
+            insist(lambda: files.write_json(path, result), stop=self.stop)
 
     def _count(self, done: float, total: int, text: str = "") -> None:
         """Show the progress, and stop if a stop was requested."""
@@ -327,14 +329,11 @@ class Audit:
         """A few images before and after an attack, as bytes."""
         items = [
             {
-                "index": int(self.chosen[int(examples["index"][i])]),
-                "label": int(examples["label"][i]),
-                "before": int(examples["before"][i]),
-                "after": int(examples["after"][i]),
-                "image": _bytes(examples["image"][i]),
-                "attacked": _bytes(examples["attacked"][i]),
+                "index": int(self.chosen[examples["index"][row]]),
+                **{key: int(examples[key][row]) for key in ("label", "before", "after")},
+                **{key: _bytes(examples[key][row]) for key in ("image", "attacked")},
             }
-            for i in range(len(examples["index"]))
+            for row in range(len(examples["index"]))
         ]
         facts = {"attack": name, "epsilon": getattr(attack, "epsilon", None)}
         return {**facts, "shape": list(examples["image"].shape[1:]), "items": items}
@@ -346,33 +345,6 @@ class Audit:
             batches.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
             self._count(done + start + len(batches[-1]), 2 * len(self.test), "agreement")
         return torch.cat(batches)
-
-    def _predict(self, model: nn.Module, images: Tensor | None = None) -> Tensor:
-        images = self.test.images if images is None else images
-        starts = range(0, len(images), self.batch)
-        parts = [predicted(model, as_input(images[s : s + self.batch], self.like)).cpu() for s in starts]
-        return torch.cat([torch.zeros(0, dtype=torch.long), *parts])
-
-
-def _details(outcome: Outcome) -> dict[str, Any]:
-    """The details of an attack that are kept beside its accuracy."""
-    details: dict[str, Any] = {"images": _bits(outcome.right), "seconds": round(outcome.seconds, 2)}
-    if outcome.parts:
-        details["parts"] = [{**part, "seconds": round(part["seconds"], 2)} for part in outcome.parts]
-    if not torch.equal(outcome.right, outcome.during):
-        details["during"] = float(outcome.during.float().mean())
-    return details
-
-
-def _state(stem: Path) -> Path:
-    return stem.with_name(f"{stem.name}.state.pt")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return files.read_json(path)
-    except CheckpointError as error:
-        raise DataError(f"{path} is not the JSON it should be: delete it to measure again") from error
 
 
 def _bits(right: Tensor) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from harp.attacks import Attack, check_number, images_in_box
 from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fast_forward import frozen
 from harp.errors import CheckpointError, DiskError, Interrupted
-from harp.evaluation.predict import as_input, example_of, predicted
+from harp.evaluation.predict import as_input, example_of, predicted_in_batches
 from harp.system import files
 from harp.system.distributed.peers import Alone
 from harp.system.interrupt import Stop
@@ -41,11 +41,8 @@ FEWEST = 32  # the least number of images in a portion
 SECONDS = 15.0  # the least time between two saved states; more where saving one takes long
 
 
-class Progress(Protocol):
-    """Shows the progress of an attack."""
-
-    def __call__(self, done: float, total: int, text: str) -> None:
-        """Show that `done` of `total` images are done; `text` names the attack."""
+Progress = Callable[[float, int, str], None]
+"""Shows the progress: the number of images that are done, the number of all, and the name of the attack."""
 
 
 @dataclass
@@ -65,7 +62,7 @@ class _PortionState:
     """The state of a portion that is under attack. The field names are keys in the saved file."""
 
     points: Tensor
-    fooled: Tensor
+    fooled: Tensor  # by the attacks' own count
     facts: list[dict[str, Any]]  # of each attack that was started
     part: int = 0  # the number of the current attack of an ensemble
     packing: dict[str, Any] | None = None  # the state of that attack, if it was started
@@ -82,7 +79,7 @@ class _PortionResult:
     examples: dict[str, Tensor]
 
 
-class Assault:
+class AttackRun:
     """An attack on images (bytes, or numbers in [0, 1]); without one, the images as they are.
 
     Arguments:
@@ -165,18 +162,17 @@ class Assault:
         x = as_input(self.images[indices.start : indices.stop], self.like)
         y = self.labels[indices.start : indices.stop].to(self.like.device, torch.long)
         points = self._attack(number, x, y)
-        after = self._predict(points)
+        after, y = predicted_in_batches(self.model, points, self.batch), y.cpu()
         state = self.in_progress.get(number)
-        during = ~state.fooled if state is not None else after == y
+        during = ~state.fooled.cpu() if state is not None else after == y
         witnessed = torch.ones(0, dtype=torch.bool)
         if self.witness is not None:
-            witnessed = self._predict_by_witness(self.witness, points) == y.cpu()
+            witnessed = predicted_in_batches(self.witness, points, self.batch) == y
         if self.store is not None and self.attack is not None:
             tensors = {"images": points, "labels": y, "predictions": after}
             save_tensors(self.store / f"{number:04d}.safetensors", tensors)
         facts = [] if state is None else state.facts
-        examples = self._examples(number, x, y, points, after)
-        return _PortionResult((after == y).cpu(), during.cpu(), witnessed, facts, examples)
+        return _PortionResult(after == y, during, witnessed, facts, self._examples(number, x, y, points, after))
 
     def _attack(self, number: int, x: Tensor, y: Tensor) -> Tensor:
         """An attacked image for each image of a portion."""
@@ -187,7 +183,8 @@ class Assault:
                 return self.attack(self.model, x, y)
         x = images_in_box(x, y)
         if number not in self.in_progress:
-            self.in_progress[number] = _PortionState(x.clone(), self._predict(x) != y, [])
+            wrong = predicted_in_batches(self.model, x, self.batch).to(y.device) != y
+            self.in_progress[number] = _PortionState(x.clone(), wrong, [])
         state = self.in_progress[number]
         with torch.inference_mode(False), torch.no_grad(), frozen(self.model, x, fast=self.attacks[0].fast) as net:
             while state.part < len(self.attacks):
@@ -202,8 +199,8 @@ class Assault:
         if len(state.facts) == state.part:
             state.facts.append({"tried": 0, "fooled": 0, "seconds": 0.0})
         facts = state.facts[state.part]
-        left = (~state.fooled).nonzero().flatten()
-        packing = Packing(attack, net, x[left], y[left], batch=self.batch, seed=derive(self.seed, "shard", number))
+        left, seed = (~state.fooled).nonzero().flatten(), derive(self.seed, "shard", number)
+        packing = Packing(attack, net, x[left], y[left], batch=self.batch, seed=seed, model=self.model)
         if state.packing is not None:
             packing.load(state.packing)
         seconds_before, started = facts["seconds"], time.monotonic()
@@ -214,31 +211,19 @@ class Assault:
             self._tick(attack.name, len(x) - len(left) + packing.progress())
 
         packing.run(after_step)
-        fooled = packing.fooled
         # An image that no attack fools keeps the first attack's best point.
-        replaced = fooled if state.part else torch.ones_like(fooled)
+        replaced = packing.fooled if state.part else torch.ones_like(packing.fooled)
         state.points[left[replaced]] = packing.points[replaced]
-        state.fooled[left[fooled]] = True
-        facts |= {"tried": len(left), "fooled": int(fooled.sum())}
+        state.fooled[left[packing.fooled]] = True
+        facts |= {"tried": len(left), "fooled": int(packing.fooled.sum())}
         state.part, state.packing = state.part + 1, None
-
-    def _predict(self, x: Tensor) -> Tensor:
-        """The classes that the plain model predicts, -1 where its logits are not finite."""
-        starts = range(0, len(x), self.batch)
-        return torch.cat([predicted(self.model, x[start : start + self.batch]) for start in starts])
-
-    def _predict_by_witness(self, witness: nn.Module, points: Tensor) -> Tensor:
-        """The classes that the witness predicts."""
-        like = example_of(witness, points)
-        starts = range(0, len(points), self.batch)
-        return torch.cat([predicted(witness, as_input(points[s : s + self.batch], like)).cpu() for s in starts])
 
     def _examples(self, number: int, x: Tensor, y: Tensor, points: Tensor, after: Tensor) -> dict[str, Tensor]:
         """A few images that are misclassified only when attacked; none if earlier portions have enough of them."""
         earlier = [result for portion, result in self.results.items() if portion < number]
         if self.attack is None or sum(len(result.examples.get("index", ())) for result in earlier) >= self.pictures:
             return {}
-        clean = self._predict(x)
+        clean = predicted_in_batches(self.model, x, self.batch)
         chosen = ((clean == y) & (after != y)).nonzero().flatten()[: self.pictures]
         rows = {"index": chosen + self._images(number).start, "image": x[chosen], "attacked": points[chosen]}
         rows |= {"label": y[chosen], "before": clean[chosen], "after": after[chosen]}
@@ -290,7 +275,8 @@ class Assault:
             results = {number: dict(vars(result)) for number, result in self.results.items()}
             in_progress = {number: dict(vars(portion)) for number, portion in self.in_progress.items()}
             seconds = self.seconds_before + now - self.started
-            path = self.path if self.peers.rank == 0 else _path_of_rank(self.path, self.peers.rank)
+            rank = self.peers.rank
+            path = self.path if rank == 0 else self.path.with_name(f"{self.path.name}.{rank}")
             try:
                 save_state(path, {"size": self.size, "found": results, "begun": in_progress, "seconds": seconds})
             except DiskError as error:
@@ -339,10 +325,6 @@ def _state_paths(path: Path | None) -> list[Path]:
     return [path, *sorted(others)]
 
 
-def _path_of_rank(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.{rank}")
-
-
 def parts(attack: Attack | None, classes: int) -> list[Stepwise]:
     """The stepwise attacks that an attack consists of; none if it is not stepwise."""
     if isinstance(attack, Stepwise):
@@ -357,10 +339,15 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     accelerators = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type
     with torch.random.fork_rng(devices=accelerators, device_type=kind):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach devices that were not forked
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        elif accelerators:
-            getattr(torch, kind).manual_seed(seed)
+        seed_generators(seed, device)
         yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the random numbers of the CPU and of one device; `torch.manual_seed` would seed all devices."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type != "cpu":
+        getattr(torch, device.type).manual_seed(seed)

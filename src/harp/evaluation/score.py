@@ -13,10 +13,8 @@ import harp
 from harp.attacks import Attack, check_number
 from harp.evaluation.confidence import wilson
 from harp.evaluation.predict import classes_of
-from harp.evaluation.runner import BATCH, Assault
+from harp.evaluation.runner import BATCH, AttackRun
 from harp.system.distributed.peers import Alone
-
-_Z = 1.959963984540054  # the standard normal distribution's 97.5 % point
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,24 @@ class Score:
     def interval(self, balanced: bool = False) -> tuple[float, float]:
         """The 95 % confidence interval of the accuracy, or of the balanced accuracy.
 
-        Wilson's for the accuracy, and for the balanced accuracy of C classes the normal one of a stratified sample,
-        clipped to [0, 1]:
+        It is Wilson's for the accuracy. For the balanced accuracy of C classes the Wilson intervals (l_c, u_c) of the
+        classes' accuracies p_c are combined (Zou & Donner, Statistics in Medicine 2008):
 
-            mean p_c ± z √(Σ p_c (1 − p_c)/n_c) / C
+            mean p_c − √(Σ (p_c − l_c)²) / C   to   mean p_c + √(Σ (u_c − p_c)²) / C
         """
-        if balanced:
-            strata = [(p, n) for p, n in zip(self.per_class, self.totals, strict=True) if n]
-            half = _Z * math.sqrt(sum(p * (1 - p) / n for p, n in strata)) / len(strata)
-            return max(0.0, self.balanced_accuracy - half), min(1.0, self.balanced_accuracy + half)
-        return wilson(self.accuracy, self.n)
+        if not balanced:
+            return wilson(self.accuracy, self.n)
+        classes = [(p, *wilson(p, n)) for p, n in zip(self.per_class, self.totals, strict=True) if n]
+        below = math.hypot(*(p - low for p, low, _ in classes)) / len(classes)
+        above = math.hypot(*(high - p for p, _, high in classes)) / len(classes)
+        return self.balanced_accuracy - below, self.balanced_accuracy + above
+
+    def summary(self, balanced: bool) -> dict[str, Any]:
+        """The score as plain values, with the accuracy or the balanced accuracy as its value."""
+        low, high = self.interval(balanced)
+        value = self.balanced_accuracy if balanced else self.accuracy
+        measure = "balanced accuracy" if balanced else "accuracy"
+        return {**self.as_dict(), "measure": measure, "value": value, "low": low, "high": high}
 
     def as_dict(self) -> dict[str, Any]:
         """The score as plain values, for a report or a file."""
@@ -135,7 +141,7 @@ def accuracy(
         if progress is not None:
             progress(int(done), total)
 
-    assault = Assault(
+    assault = AttackRun(
         model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show, peers=peers
     )
     return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)

@@ -307,9 +307,8 @@ def _analyses(found: Finished) -> str:
             )
     for corrupted in found.of_kind("corruptions"):
         if corrupted.get("mean") is not None:
-            text.append(
-                f"On images with common corruptions (HARP's own set) the mean accuracy is {corrupted['mean']:.1%}."
-            )
+            files = plain(corrupted.get("files", "HARP's own set"))  # old results are of images that HARP corrupted
+            text.append(f"On images with common corruptions ({files}) the mean accuracy is {corrupted['mean']:.1%}.")
     return "\n\n".join(text)
 
 
