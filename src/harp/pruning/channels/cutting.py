@@ -163,7 +163,7 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
         stays = ~gone[roots]
         if not bool(stays.all()):
             kept.setdefault(site.name, {})[site.axis] = stays.nonzero().reshape(-1).tolist()
-    grouped = {use.name for use in trace.uses if use.reads is None}
+    grouped = {use.name for use in trace.uses if isinstance(use.reads, int)}
     sizes: dict[str, dict[str, int]] = {}
     swapped = []
     for space in spaces:

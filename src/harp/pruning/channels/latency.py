@@ -79,7 +79,7 @@ class Latency:
             place = self.places[use.name]
             speed = self.layers.get(place, self.rest)
             written = self.rest.per_result + (speed.per_result if place in self.layers else 0.0)
-            reads = use.fixed if use.reads is None else use.reads
+            reads = use.reads
             yield Product(round(speed.per_product * use.kernel * use.positions), reads, use.gives)
             yield Product(round(written * use.positions), 1, use.gives)
 
@@ -252,7 +252,8 @@ def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], removed:
         return int((~torch.isin(trace.atoms.find(atoms), removed)).sum())
 
     products = sum(
-        u.kernel * u.positions * left(u.gives) * (u.fixed if u.reads is None else left(u.reads)) for u in reading
+        u.kernel * u.positions * left(u.gives) * (u.reads if isinstance(u.reads, int) else left(u.reads))
+        for u in reading
     )
     return products, sum(use.positions * left(use.gives) for use in writing)
 

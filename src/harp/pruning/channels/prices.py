@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from harp.pruning.channels.spaces import Product
-from harp.pruning.channels.traces import Site, Trace, Use
+from harp.pruning.channels.traces import Site, Trace
 from harp.pruning.channels.tracing import trace
 
 _BYTES = 4
@@ -22,14 +22,14 @@ _BYTES = 4
 def flops(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """FLOPs for one image."""
     for use in (*trace.uses, *trace.computed):
-        yield Product(2 * use.kernel * use.positions, _reads(use), use.gives)
+        yield Product(2 * use.kernel * use.positions, use.reads, use.gives)
         yield Product(use.positions, 1, use.gives)
 
 
 def macs(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Multiply-accumulates for one image."""
     for use in (*trace.uses, *trace.computed):
-        yield Product(use.kernel * use.positions, _reads(use), use.gives)
+        yield Product(use.kernel * use.positions, use.reads, use.gives)
 
 
 def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
@@ -50,10 +50,6 @@ def memory(model: nn.Module, trace: Trace) -> Iterator[Product]:
         yield Product(_BYTES * product.price, product.reads, product.gives)
     for use in (*trace.uses, *trace.computed):
         yield Product(_BYTES * use.positions, 1, use.gives)
-
-
-def _reads(use: Use) -> Tensor | int:
-    return use.fixed if use.reads is None else use.reads
 
 
 TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] = {

@@ -78,7 +78,7 @@ def _parts(trace: Trace) -> Iterator[Tensor]:
     """The atoms that are written and read at each use of a weight."""
     for use in trace.uses:
         yield use.gives
-        if use.reads is not None:
+        if not isinstance(use.reads, int):
             yield use.reads
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError, RecipeError
 from harp.pruning.channels.cutting import Cut, plan
-from harp.pruning.channels.dry_run import untouched
+from harp.pruning.channels.forward import first_line, untouched
 from harp.pruning.channels.latency import NOUN, Latency, measure
 from harp.pruning.channels.prices import TARIFFS
 from harp.pruning.channels.spaces import Space, Tariff, Whole, spaces, tariff
 from harp.pruning.channels.tracing import trace
-from harp.pruning.channels.verify import TOLERANCE, Trial, difference, first_line
+from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, limits, matches
 from harp.pruning.units import checked_total

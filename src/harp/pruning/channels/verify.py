@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.pruning.channels import source_lines
 from harp.pruning.channels.cutting import plan
-from harp.pruning.channels.dry_run import tensors_of, training, untouched
+from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training, untouched
 from harp.pruning.channels.spaces import Space, Whole
 from harp.pruning.channels.traces import Trace
 
@@ -128,7 +127,7 @@ class Trial:
                     if self.trace.trains_more and number == 0:
                         self._ask(self.model, in_training=True)
             except Exception as error:  # forward may do anything
-                return f"{source_lines.failing(self.model, error)}: {first_line(error)}"
+                return f"{failing_line(self.model, error)}: {first_line(error)}"
             with masked(self.model, self.trace, dead):
                 expected = self._ask(self.model)
             if not difference(answer, expected) <= TOLERANCE:
@@ -297,8 +296,3 @@ def _held(value: Any) -> Any:
 
 def _whole(space: Space, reason: str) -> Whole:
     return Whole(space.readers, len(space.atoms), reason)
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
