@@ -16,7 +16,6 @@ from harp.evaluation import model_checks
 from harp.models.weights import load_weights
 from harp.pruning import allocation, rounding
 from harp.pruning.channels import TARIFFS, Channels
-from harp.pruning.channels.spaces import tariff
 from harp.pruning.units import Units, Weights, exact
 
 
@@ -99,8 +98,8 @@ def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
     found = {units.noun: (units.size, units.spend(counts))}
     if isinstance(units, Channels):
         found["channels"] = (sum(units.sizes), sum(counts))
-        for products, words in TARIFFS.values():
-            priced = tariff(units.trace, units.spaces, products(units.model, units.trace))
+        for budget, (_, words) in TARIFFS.items():
+            priced = units.priced(budget)
             found.setdefault(words, (priced.exact(units.sizes), priced.exact(counts)))
     else:
         found.setdefault("weights", (sum(units.sizes), sum(counts)))

@@ -1,4 +1,4 @@
-"""Running a model's forward without changing the model, its output, and the place in its code where something happens."""
+"""Running a model without changing it, the tensors of its output, and the line of its code that runs or fails."""
 
 import dataclasses
 import os
