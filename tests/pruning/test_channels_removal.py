@@ -16,8 +16,9 @@ from harp import models
 from harp.errors import ModelError
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Cut, removal
+from harp.pruning.channels.compact import slim_for_training, spread_back, unread
 from harp.pruning.channels.constant_values import readings
-from harp.pruning.channels.removal import Removed, remove_dead, slim_for_training, spread_back, unread
+from harp.pruning.channels.removal import Removed, remove_dead
 from harp.pruning.masks import Masks
 from support import cases
 
@@ -431,10 +432,11 @@ def test_training_the_small_network_is_training_the_large_one(case: str) -> None
     mask_ops.apply(model, masks)
     start = copy.deepcopy(model)
     images = cases.batch(8, seed=5)[0].double()
-    small, small_masks, cut = slim_for_training(model, images, masks)
+    compact = slim_for_training(model, images, masks)
+    small, cut = compact.model, compact.cut
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     train(model, masks)
-    train(small, small_masks)
+    train(small, compact.masks)
     pairs = zip(
         [*model.named_parameters(), *model.named_buffers()], [*small.parameters(), *small.buffers()], strict=True
     )
@@ -510,6 +512,6 @@ def test_a_convolution_whose_weight_is_a_buffer_is_left_alone() -> None:
         removed = remove_dead(model, images)
         torch.testing.assert_close(removed.model(images), model(images), rtol=1e-5, atol=1e-6)
     masks = {"middle.weight": model.middle.weight != 0}
-    small, _, _ = slim_for_training(model, images, masks)
+    small = slim_for_training(model, images, masks).model
     with torch.no_grad():
         torch.testing.assert_close(small(images), model(images), rtol=1e-5, atol=1e-6)

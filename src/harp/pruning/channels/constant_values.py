@@ -45,16 +45,15 @@ class Reading:
 def readings(model: nn.Module, example: Tensor) -> dict[str, list[Reading]]:
     """What each weight of the model reads in eval mode, for all of its applications that can be traced."""
     tracker = _FlagTracker(model, example)
-    with evaluating(model), slow_attention(), tracker:
+    with evaluating(model), slow_attention(), Watcher(tracker.see):
         answer = model(example)
     return tracker.finish(answer)
 
 
-class _FlagTracker(Watcher):
+class _FlagTracker:
     """Tracks the flags of every tensor of a run; a tensor without flags is constant."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
-        super().__init__()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self.named = {id(tensor): name for name, tensor in tensors}
         self.matrices = {t.data_ptr(): (name, t) for name, t in tensors if t.ndim == 2}
@@ -75,6 +74,7 @@ class _FlagTracker(Watcher):
         return dict(self.readings)
 
     def see(self, call: Call) -> None:
+        """Take note of what an operation reads, and set the flags of its results."""
         self.readers.update(id(tensor) for tensor in call.inputs)
         if call.packet is aten.convolution:
             self.note_convolution(call)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.pruning.channels.attention import Attention
+from harp.pruning.channels.rebuild import shrink
 from harp.pruning.channels.spaces import Space
 from harp.pruning.channels.traces import Trace
 
@@ -64,25 +65,13 @@ class Cut:
     def apply(self, model: nn.Module) -> None:
         """Shrink a model in place; tensors that are shared stay shared."""
         self._check(model)
-        for name in self.swapped:
-            large = model.get_submodule(name)
-            assert isinstance(large, nn.MultiheadAttention)  # `_check` has raised an error otherwise
-            _put(model, name, Attention.of(large))
-        for name in set(self.added) - {name for name, _ in named_tensors(model)}:
-            weight = model.get_parameter(name.removesuffix("bias") + "weight")
-            _put(model, name, nn.Parameter(weight.new_zeros(len(weight))))
-        small: dict[int, Tensor] = {}
-        for name, tensor in named_tensors(model):
-            if name in self.kept and id(tensor) not in small:
-                small[id(tensor)] = part = self.slice(name, tensor.detach())
-                if isinstance(tensor, nn.Parameter):
-                    small[id(tensor)] = nn.Parameter(part, tensor.requires_grad)
-        for name, tensor in named_tensors(model):
-            if id(tensor) in small:
-                _put(model, name, small[id(tensor)])
-        for owner, numbers in self.sizes.items():
-            for attribute, number in numbers.items():
-                setattr(model.get_submodule(owner), attribute, number)
+        large = dict(named_tensors(model))
+        small = {name: self.slice(name, large[name].detach()) for name in self.kept if name in large}
+        added = [name for name in self.added if name not in large]
+        for name in added:
+            weight = name.removesuffix("bias") + "weight"
+            small[name] = large[weight].new_zeros(len(small.get(weight, large[weight])))
+        shrink(model, {**vars(self), "added": added}, small, Attention)
 
     def _check(self, model: nn.Module) -> None:
         """Raise an error for a model that the cut does not fit, before anything is changed."""
@@ -181,11 +170,6 @@ def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], gro
         return {"groups": groups, "out_channels": left[0], "in_channels": module.in_channels // module.groups * groups}
     names = next((names for kinds, names in _SIZES if isinstance(module, kinds)), ())
     return {name: left[axis] for axis, name in enumerate(names) if axis in left}
-
-
-def _put(model: nn.Module, name: str, value: Any) -> None:
-    owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, value)
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

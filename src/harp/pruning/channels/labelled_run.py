@@ -141,6 +141,11 @@ class LabelledRun:
             reason = self.voids[-label - 1] if label < 0 else f"{where} takes a constant beside it"
             self.atoms.lock(atoms[unpaired & (partners == label)], reason)
 
+    def unite(self, atoms: Tensor, partners: Tensor, where: str) -> None:
+        """Join atoms with their partners in an operation, and lock those whose partner has no channels."""
+        self.atoms.join(atoms, partners)
+        self.lock_beside(atoms, partners, where)
+
     def where(self, call: Call) -> str:
         """An operation and the line of the model that calls it."""
         return f"{call.name} at {running_line(self.model)}"

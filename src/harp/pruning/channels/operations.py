@@ -1,5 +1,6 @@
 """The operations of a run as PyTorch's dispatcher sees them, one by one, and their kinds."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,14 +51,11 @@ class Call:
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Shows all operations of a run to `see`, each after it was executed."""
+    """Shows all operations of a run to a function, each after it was executed."""
 
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[[Call], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-    def see(self, call: Call) -> None:
-        """Take note of an operation."""
-        raise NotImplementedError
+        self.see = see
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

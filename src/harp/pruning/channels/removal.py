@@ -12,8 +12,7 @@ input, because all weights that compute it are pruned, can be made unread:
 
 When a channel is removed, the channels that it was computed from may become unread too, and so on.
 
-During training under fixed masks only the removal of unread channels is exact: they never get a gradient, while a
-constant channel changes with its norm.
+During training under fixed masks only the removal of unread channels is exact, see `compact.py`.
 """
 
 import copy
@@ -32,7 +31,7 @@ from harp.pruning.channels.cutting import Cut, named_tensors
 from harp.pruning.channels.spaces import Place
 from harp.pruning.channels.units import Channels
 from harp.pruning.channels.verify import difference
-from harp.pruning.masks import Masks, apply, check_shapes
+from harp.pruning.masks import Masks, apply
 from harp.system.seeds import derive
 
 TOLERANCE = 1e-5  # relative to the largest answer
@@ -124,65 +123,6 @@ def _size(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def unread(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> Cut:
-    """The cut that removes the channels of a network that stay unread in training under fixed masks.
-
-    Weights without a mask count as not pruned. A model with weights that the trace did not see is refused, as they may
-    read any channel.
-    """
-    units = Channels(model, example)
-    names = {site.name for site in units.trace.sites}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and parameter.requires_grad and name not in names:
-            raise ModelError(f"weight {name!r} was not seen in use: what it reads in training can't be known")
-    check_shapes(model, masks)
-    tensors = dict(named_tensors(model))  # a weight may be a buffer
-    alive = {name: torch.ones_like(tensors[name], dtype=torch.bool) for name in units.places.names}
-    alive |= {name: mask.clone() for name, mask in masks.items() if name in alive}
-    gone = units.places.none()
-    while not torch.equal(gone, dead := ~units.places.read(alive)):
-        gone = dead
-        _clear(units.places.givers, alive, gone)
-    return units.without(_spared(gone, units.sizes))
-
-
-def slim_for_training(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> tuple[nn.Module, Masks, Cut]:
-    """A smaller copy of a network to train under fixed masks, its masks, and what it keeps of the large one.
-
-    Each training step gives the same weights as in the large network, up to rounding, with any optimiser that updates
-    each weight independently. Dropout draws other random numbers for fewer channels.
-    """
-    cut = unread(model, example, masks)
-    return cut.applied(model), {name: cut.slice(name, mask) for name, mask in masks.items()}, cut
-
-
-@torch.no_grad()
-def spread_back(model: nn.Module, small: nn.Module, cut: Cut) -> None:
-    """Write the weights and statistics of the small network into the large one; the rest is not changed."""
-    tensors = {**dict(small.named_parameters()), **dict(small.named_buffers())}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.copy_(cut.spread(name, tensors[name], tensor))
-
-
-def _clear(places: list[Place], weights: Mapping[str, Tensor], channels: Tensor) -> None:
-    """Set the weights at these channels to zero."""
-    for place in places:
-        weight = weights[place.name]
-        weight.index_fill_(place.axis, _indices(place, channels).to(weight.device), 0)
-
-
-def _indices(place: Place, channels: Tensor) -> Tensor:
-    return place.at(channels).nonzero().reshape(-1)
-
-
-def _spared(gone: Tensor, sizes: list[int]) -> Tensor:
-    """The channels to remove, without the first channel of each space that would be empty."""
-    parts = [part.clone() for part in torch.split(gone, sizes)]
-    for part in parts:
-        part[0] &= not bool(part.all())
-    return torch.cat(parts)
-
-
 class _Search:
     """The search for dead channels of a network. It changes the network's weights."""
 
@@ -217,7 +157,7 @@ class _Search:
             if reason is None:
                 break
             self._remove(removable[reason], reason)
-        spared = self.gone & ~_spared(self.gone, self.units.sizes)
+        spared = self.gone & ~self.places.spare(self.gone)
         self.gone &= ~spared
         self.channels = Counter(reason for reason, left in zip(self.reasons, spared.tolist(), strict=True) if not left)
         self.padded, self.stuck = (int((states[reason] & ~self.gone).sum()) for reason in ("padded", "stuck"))
@@ -263,7 +203,8 @@ class _Search:
         """Set the weights of these channels to zero, and count what is removed for a reason."""
         if reason in ("folded", "merged"):
             self._fold(channels)
-        _clear([*self.places.readers, *self.places.givers], self.weights_of, channels)
+        for place in (*self.places.readers, *self.places.givers):
+            place.clear(self.weights_of[place.name], channels)
         self.gone |= channels
         flags = channels.tolist()
         self.reasons = [reason if removed else old for old, removed in zip(self.reasons, flags, strict=True)]
@@ -277,7 +218,7 @@ class _Search:
     def _fold(self, channels: Tensor) -> None:
         """Add the values of constant channels to the biases of their readers, except of readers that pad."""
         for place in self.places.readers:
-            indices = _indices(place, channels).to(self.weights_of[place.name].device)
+            indices = place.indices(channels).to(self.weights_of[place.name].device)
             if len(indices) and place.name in self.targets and not self._pads(place):
                 weight = self.weights_of[place.name].index_select(place.axis, indices).movedim(place.axis, 0).double()
                 sums = weight.reshape(*weight.shape[:2], -1).sum(dim=2)

@@ -32,12 +32,21 @@ class NoRule(Exception):
 
 
 def follow(run: LabelledRun, call: Call) -> None:
-    """Apply the rule of an operation."""
-    _lock_partial_writes(run, call)
+    """Apply the rule of an operation, if one of its tensors depends on the input or is a weight."""
+    known = [tensor for tensor in call.inputs if run.is_known(tensor)]
+    if not known:
+        return
+    from_weights = all(id(tensor) in run.origin or id(tensor) not in run.records for tensor in known)
+    for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
+        if writes and value._is_view() and not run.is_known(value._base):  # the other parts are not followed
+            run.block(known, [value._base], f"{run.where(call)} writes into a part of a tensor")
     try:
         _rule(call)(run, call)
     except NoRule:
         run.block(call.inputs, call.outputs, f"{run.where(call)} mixes channels")
+    for tensor in call.outputs if from_weights else ():
+        run.origin.setdefault(id(tensor), "computed")
 
 
 def _rule(call: Call) -> Rule:
@@ -50,15 +59,6 @@ def _rule(call: Call) -> Rule:
     if call.is_pointwise:
         return pointwise
     raise NoRule
-
-
-def _lock_partial_writes(run: LabelledRun, call: Call) -> None:
-    """Lock what is written into a part of a constant: the other parts of it are not followed."""
-    for argument, value in zip(call.func._schema.arguments, call.args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor)
-        if writes and value._is_view() and value._base is not None and not run.is_known(value._base):
-            known = [tensor for tensor in call.inputs if run.is_known(tensor)]
-            run.block(known, [value._base], f"{run.where(call)} writes into a part of a tensor")
 
 
 def nothing(run: LabelledRun, call: Call) -> None:
@@ -190,8 +190,8 @@ def gate(run: LabelledRun, call: Call) -> None:
     """One half of the channels times a function of the other."""
     halves = _activation(run, call.args[0]).chunk(2, call.argument("dim", -1))
     one, other = cores(*halves)
-    run.lock_beside(one, other, run.where(call))
-    run.lock_beside(other, one, run.where(call))
+    run.unite(one, other, run.where(call))
+    run.unite(other, one, run.where(call))
     run.give(call.result, _meet(run, *halves))
 
 
@@ -226,7 +226,7 @@ def _joined(run: LabelledRun, tensors: Iterable[Tensor], shape: torch.Size, call
             run.atoms.lock(core(own), f"{run.where(call)} spreads it over many channels")
     for tensor, own in operands:
         if any(not _is_broadcast(tensor, axis, own.ndim) for axis in varying(labels)):
-            mine, ours = cores(own, labels)
+            ours, mine = cores(labels, own)
             run.lock_beside(ours, mine, run.where(call))
     return labels
 
@@ -302,8 +302,7 @@ def _grouped(
 
 def _bind(run: LabelledRun, reads: Tensor, read: Tensor, site: tuple[str, int], where: str) -> None:
     """Join the input axis of a weight with the channels that it reads."""
-    run.atoms.join(reads, read)
-    run.lock_beside(reads, read, where)
+    run.unite(reads, read, where)
     if site[0] not in run.parameters:
         run.atoms.lock(reads, f"{where} reads it by a buffer, which no mask is for")
     run.reads.add(site)
@@ -314,8 +313,7 @@ def _attach(run: LabelledRun, tensor: Tensor, channels: Tensor) -> None:
     is_vector = run.record(tensor) and not run.is_weight(tensor) and tensor.shape == channels.shape
     if is_vector and id(tensor) in run.origin:
         vector = run.labels(tensor)
-        run.atoms.join(vector, channels)
-        run.lock_beside(channels, vector, "a bias or scale")
+        run.unite(channels, vector, "a bias or scale")
         run.atoms.lock(vector[channels <= 0], "belongs to what is no channel")
     else:
         run.atoms.lock(channels, "its bias or scale is computed")
@@ -374,12 +372,13 @@ def batched_product(run: LabelledRun, call: Call) -> None:
         matrix_product(run, Call(call.func, pages, {}, result))
         return run.give(call.result, run.labels(result)[None])
     # entry (b, i, k) of one is multiplied by entry (b, k, j) of the other
-    terms = [run.labels(left)[:, :, :, None], run.labels(right)[:, None]]
-    ours, theirs = torch.broadcast_tensors(*terms)
+    shape = (*left.shape, right.shape[2])
+    ours, theirs = run.labels(left)[:, :, :, None].expand(shape), run.labels(right)[:, None].expand(shape)
     labels = _meet(run, ours, theirs)
     for own, broadcast in ((ours, 3), (theirs, 1)):
         if any(axis != broadcast for axis in varying(labels)):
-            run.lock_beside(*cores(labels, own), run.where(call))
+            here, mine = cores(labels, own)
+            run.lock_beside(here, mine, run.where(call))
     if not is_constant(labels, 2):
         small = core(labels)
         run.atoms.join(small, small.narrow(2, 0, 1).expand_as(small))
@@ -424,9 +423,8 @@ def attention(run: LabelledRun, call: Call) -> None:
             if not _align(run, scores, mask):
                 run.lock([value, mask], f"{where} adds a weight of several axes")
         elif not is_constant(mask.expand(scores.shape), 1):
-            own, ours = cores(run.labels(mask).expand(scores.shape), scores)
-            run.atoms.join(own, ours)
-            run.lock_beside(ours, own, where)
+            ours, own = cores(scores, run.labels(mask).expand(scores.shape))
+            run.unite(ours, own, where)
 
 
 def batch_norm(run: LabelledRun, call: Call) -> None:
@@ -466,9 +464,7 @@ def window(run: LabelledRun, call: Call) -> None:
         raise NoRule
     labels = run.channels(x, axis, run.where(call))
     for other in call.inputs[1:]:  # the indices that an unpooling writes its values to
-        theirs = run.channels(other, axis, run.where(call))
-        run.atoms.join(labels, theirs)
-        run.lock_beside(labels, theirs, run.where(call))
+        run.unite(labels, run.channels(other, axis, run.where(call)), run.where(call))
     for answer in call.outputs:
         run.give(answer, along(labels, axis, answer.shape))
 

@@ -103,6 +103,14 @@ class Place(NamedTuple):
         """A value for each index, in a shape that can be broadcast to the weight's."""
         return values.to(weight.device).reshape([-1 if axis == self.axis else 1 for axis in range(weight.ndim)])
 
+    def indices(self, channels: Tensor) -> Tensor:
+        """The indices of flagged channels."""
+        return self.at(channels).nonzero().reshape(-1)
+
+    def clear(self, weight: Tensor, channels: Tensor) -> None:
+        """Set a weight's entries at flagged channels to zero."""
+        weight.index_fill_(self.axis, self.indices(channels).to(weight.device), 0)
+
     def read(self, weight: Tensor) -> Tensor:
         """The numbers of the channels at which a weight or mask has an entry that isn't zero."""
         return self.channels[self.nonzero(weight) & (self.channels >= 0)]
@@ -112,6 +120,7 @@ class Places:
     """The positions of the channels of all spaces, which are numbered in a row, along the axes of weights."""
 
     def __init__(self, trace: Trace, prunable: Sequence[Space]) -> None:
+        self.sizes = [len(space.atoms) for space in prunable]
         self.atoms = [atom for space in prunable for atom in space.atoms]
         self.names = {use.name for use in trace.uses} | {site.name for site in trace.sites if site.reads}
         self.readers: list[Place] = []
@@ -132,3 +141,10 @@ class Places:
         for place in self.readers:
             read[place.read(weights[place.name])] = True
         return read
+
+    def spare(self, gone: Tensor) -> Tensor:
+        """The channels to remove, without the first channel of each space that would be empty."""
+        parts = [part.clone() for part in torch.split(gone, self.sizes)]
+        for part in parts:
+            part[0] &= not bool(part.all())
+        return torch.cat(parts)

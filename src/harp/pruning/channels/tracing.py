@@ -17,6 +17,7 @@ training only, such as auxiliary heads, are traced in a second run, so that they
 """
 
 import logging
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from harp.models.modes import slow_attention
 from harp.pruning.channels import rules
 from harp.pruning.channels.forward import first_line, training, untouched
 from harp.pruning.channels.labelled_run import LabelledRun
-from harp.pruning.channels.operations import Call, Watcher
+from harp.pruning.channels.operations import Watcher
 from harp.pruning.channels.traces import Trace
 
 logger = logging.getLogger("harp")
@@ -40,7 +41,7 @@ def trace(model: nn.Module, example: Tensor) -> Trace:
     with slow_attention(), untouched(model):
         run = LabelledRun(model, image)
         try:
-            with _Labeller(run):
+            with Watcher(partial(rules.follow, run)):
                 answer = model(image)
         except ModelError:
             raise
@@ -56,26 +57,9 @@ def _trace_training(model: nn.Module, run: LabelledRun, image: Tensor) -> bool:
     uses, computed, sites = list(run.uses), list(run.computed), len(run.axes)
     training(model)
     try:
-        with _Labeller(run):
+        with Watcher(partial(rules.follow, run)):
             run.finish(model(image))
     except Exception as error:  # training mode may need labels or several images: then it is not traced
         logger.debug("training mode is not followed: %s", error)
     run.uses, run.computed = uses, computed  # costs are those of eval mode
     return len(run.axes) > sites
-
-
-class _Labeller(Watcher):
-    """Applies the rules to every operation that depends on the input or on a weight."""
-
-    def __init__(self, run: LabelledRun) -> None:
-        super().__init__()
-        self.run = run
-
-    def see(self, call: Call) -> None:
-        known = [tensor for tensor in call.inputs if self.run.is_known(tensor)]
-        if known:
-            origin, records = self.run.origin, self.run.records
-            constant = all(id(tensor) in origin or id(tensor) not in records for tensor in known)
-            rules.follow(self.run, call)
-            for tensor in call.outputs if constant else ():
-                origin.setdefault(id(tensor), "computed")

@@ -105,9 +105,9 @@ class Channels:
 
     def priced(self, budget: str | Latency) -> Tariff:
         """What channels cost under a budget, this one or another."""
-        timed = isinstance(budget, Latency)
-        products = budget.products(self.trace) if timed else TARIFFS[budget][0](self.model, self.trace)
-        return tariff(self.trace, self.spaces, products)
+        if isinstance(budget, Latency):
+            return tariff(self.trace, self.spaces, budget.products(self.trace))
+        return tariff(self.trace, self.spaces, TARIFFS[budget][0](self.model, self.trace))
 
     def _spared(self, space: Space, ignore: Sequence[str], whole_ends: bool) -> bool:
         """Whether a space stays on request."""

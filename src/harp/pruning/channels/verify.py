@@ -228,7 +228,8 @@ def shaken(model: nn.Module) -> nn.Module:
             tensor.add_(values.view(tensor.shape).to(tensor), alpha=spread)
             noise = noise.roll(-tensor.numel())
     for module in twin.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_var is not None:
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if is_norm and module.running_mean is not None and module.running_var is not None:
             drawn = torch.rand(2, module.num_features, generator=generator).to(module.running_var)
             module.running_mean.add_(0.2 * drawn[0] - 0.1)
             module.running_var.mul_(0.75 + 0.5 * drawn[1])
