@@ -86,9 +86,9 @@ def spread(units: Units, strategy: str, keep: float, *, as_published: bool = Fal
         raise RecipeError("as published is for budgets that count weights: the papers' tables have no others")
     total = units.total(keep)
     counts = allocation.allocate(strategy, units, total)
-    if as_published and strategy in allocation.WISHES:
-        wish = allocation.WISHES[strategy](units, total)
-        counts = [round(count) for count in rounding.scale_to(wish, units, total).tolist()]
+    if as_published and strategy in allocation.PROPORTIONS:
+        proportions = allocation.PROPORTIONS[strategy](units, total)
+        counts = [round(count) for count in rounding.scale_to(proportions, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
 

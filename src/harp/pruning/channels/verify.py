@@ -227,13 +227,16 @@ def shaken(model: nn.Module) -> nn.Module:
             values = noise.repeat(-(-tensor.numel() // len(noise)))[: tensor.numel()]
             tensor.add_(values.view(tensor.shape).to(tensor), alpha=spread)
             noise = noise.roll(-tensor.numel())
-    for module in twin.modules():
-        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        if is_norm and module.running_mean is not None and module.running_var is not None:
+    for module in _norms(twin):
+        if module.running_mean is not None and module.running_var is not None:
             drawn = torch.rand(2, module.num_features, generator=generator).to(module.running_var)
             module.running_mean.add_(0.2 * drawn[0] - 0.1)
             module.running_var.mul_(0.75 + 0.5 * drawn[1])
     return twin
+
+
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
 
 
 def calibrate(model: nn.Module, images: Tensor) -> None:
