@@ -488,7 +488,7 @@ _KINDS: list[tuple[Rule, Iterable[Any]]] = [
     (batch_norm, [aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training,
                   aten.cudnn_batch_norm, aten._batch_norm_no_update, aten._batch_norm_with_update,
                   aten.miopen_batch_norm]),
-    (softmax, [aten._softmax, aten._log_softmax]),
+    (softmax, [aten._softmax, aten._log_softmax, aten._safe_softmax]),
     (reduction, [*REDUCTIONS, aten.norm, aten.var_mean, aten.std_mean]),
 ]  # fmt: skip
 RULES: dict[Any, Rule] = {packet: rule for rule, packets in _KINDS for packet in packets}
