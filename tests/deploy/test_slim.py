@@ -23,8 +23,7 @@ from harp.experiments.study import parse as parse_study
 from harp.pruning import macs, masks
 from harp.pruning.channels import Channels, Cut, Latency
 from harp.pruning.channels.latency import Speed
-from harp.pruning.masks import apply
-from harp.pruning.methods import Hydra, Magnitude
+from harp.pruning.methods import Hydra
 from harp.system.tensors import load_tensors
 
 CONTENT: dict[str, Any] = {
@@ -161,43 +160,6 @@ def test_dead_channels_of_a_weight_run_are_cut_without_changing_an_answer(weight
         torch.testing.assert_close(shrunk.model.eval()(x), weight_run.model.eval()(x), rtol=1e-4, atol=1e-5)
     shrunk.save(tmp_path / "net")
     assert {path.name for path in (tmp_path / "net").iterdir()} == {"model.safetensors", "slim.json", "rebuild.py"}
-
-
-def test_an_optimiser_goes_on_with_the_small_network() -> None:
-    """Momentum is cut like the weights: the next step of the small network is the large masked one's."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(96, 3))
-    x, y = torch.rand(16, 1, 8, 8), torch.randint(3, (16,))
-    units = Channels(net, x)
-    pruned = Magnitude(units, 0.5).finish()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-
-    def step(model: nn.Module) -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    def masked_step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        for name, mask in pruned.items():
-            net.get_parameter(name).grad.mul_(mask)  # type: ignore[union-attr]
-        optimizer.step()
-        apply(net, pruned)
-
-    for _ in range(3):
-        masked_step()
-    cut = units.cut(pruned)
-    small = units.slim(net, pruned)
-    twin, kept = copy.deepcopy(net), copy.deepcopy(optimizer.state_dict())
-    cut.carry(optimizer, net, small)
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in small.parameters()}
-    step(small)
-    net, optimizer = twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    optimizer.load_state_dict(kept)
-    masked_step()
-    for name, parameter in small.named_parameters():
-        torch.testing.assert_close(parameter, cut.slice(name, net.get_parameter(name)), rtol=1e-5, atol=1e-6)
 
 
 def test_a_description_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_path: Path) -> None:

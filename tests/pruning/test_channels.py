@@ -1,17 +1,21 @@
 """Channels as units: their scores are sums over what reads them, and their costs are the paper's."""
 
 import copy
+import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from harp import models
-from harp.errors import ModelError
+from harp.errors import ModelError, RecipeError
 from harp.pruning import masks as mask_ops
-from harp.pruning.channels import Channels, Cut
+from harp.pruning.channels import Channels, Cut, attention, rebuild
 from support.paths import ROOT
 from support.slimmed import draw
 
@@ -95,6 +99,10 @@ def test_gathered_gradients_are_those_of_the_masks() -> None:
     sum((g * column).sum() for g, column in zip(gradients, columns, strict=True)).backward()
     for ours, mask in zip(units.gather(gradients), masks, strict=True):
         assert ours is not None and torch.allclose(ours, mask.grad, rtol=1e-4, atol=1e-5)
+    assert units.gather([None] * 4) == [None] * 4
+    first, *others = units.gather([gradients[0], None, None, None])
+    assert first is not None and torch.allclose(first, gradients[0].sum(dim=(0, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert all(other is not None and not other.any() for other in others)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +143,9 @@ def test_what_masks_leave_unread_is_what_is_cut() -> None:
     assert [small.stem.out_channels, small.plain.in_channels] == [int(wanted[0].sum())] * 2
     assert [small.up.in_channels, small.up.out_channels] == [int(wanted[1].sum()), int(wanted[2].sum())]
     assert small.linear.in_features == 6 * int(wanted[2].sum())
+    widened = cut.widen("linear.weight", small.linear.weight)
+    assert torch.equal(widened, model.linear.weight * masks["linear.weight"] * wanted[3][:, None])
+    assert torch.equal(cut.widen("head.bias", small.head.bias), model.head.bias)
     full = cut.spread("linear.weight", small.linear.weight, torch.zeros_like(model.linear.weight))
     assert torch.equal(full, model.linear.weight * masks["linear.weight"] * wanted[3][:, None])
 
@@ -173,19 +184,61 @@ class Tokens(nn.Module):
         return x.transpose(1, 2)
 
 
-def test_heads_with_masks_of_either_kind() -> None:
-    from harp.pruning.channels.attention import Attention
-
+def test_attention_takes_all_kinds_of_masks() -> None:
     theirs = nn.MultiheadAttention(12, 3, batch_first=True).eval()
-    ours = Attention.of(theirs)
+    ours = attention.Attention.of(theirs)
     x = torch.rand(2, 5, 12)
     hidden = torch.rand(5, 5) < 0.3
     hidden.fill_diagonal_(False)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
-    for options in ({}, {"attn_mask": hidden}, {"attn_mask": torch.randn(5, 5)}, {"key_padding_mask": padding}):
+    by_head = torch.randn(2 * 3, 5, 5)
+    for options in (
+        {},
+        {"attn_mask": hidden},
+        {"attn_mask": torch.randn(5, 5)},
+        {"attn_mask": by_head},
+        {"key_padding_mask": padding},
+    ):
         expected = theirs(x, x, x, need_weights=False, **options)[0]
         assert torch.allclose(ours(x, x, x, **options)[0], expected, atol=1e-6)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
+
+
+def test_a_saved_network_is_rebuilt_without_the_cut(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(16, 4, 20, dropout=0.0, batch_first=True)
+    parts = [nn.Conv2d(3, 16, 4, 4), nn.Flatten(2), Tokens(), layer, nn.Flatten(), nn.Linear(64, 4)]
+    model, example = nn.Sequential(*parts).eval(), torch.rand(1, 3, 8, 8)
+    units = Channels(model, example)
+    masks = units.expand(draw(units, 0.5, torch.Generator().manual_seed(1)))
+    mask_ops.apply(model, masks)
+    small = units.slim(model, masks)
+    (tmp_path / "slim.json").write_text(json.dumps(units.cut(masks).as_dict()), encoding="utf-8")
+    save_file(small.state_dict(), tmp_path / "model.safetensors")
+    shutil.copy(attention.__file__, tmp_path / "attention.py")
+    again = rebuild.rebuild(copy.deepcopy(model), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(example), small(example))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"kept": 3}, "describes no smaller network"),
+        ({"shapes": {"stem.weight": [1, 2, 3, 4]}}, "another model"),
+        ({"kept": {"head.weight": {"7": [0]}}}, "no shape for axis 7"),
+        ({"kept": {"head.weight": {"1": [10**9]}}}, "indices of 'head.weight' that are not there"),
+        ({"sizes": {"nowhere": {"in_channels": 3}}}, "no such number"),
+        ({"swapped": ["head"]}, "no attention of this model"),
+    ],
+)
+def test_a_damaged_cut_changes_nothing(damage: dict[str, Any], message: str) -> None:
+    model = Mixed()
+    units = Channels(model, torch.rand(1, 3, 9, 8))
+    content = units.cut(units.expand(draw(units, 0.5, torch.Generator().manual_seed(1)))).as_dict()
+    before = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match=message):
+        Cut.from_dict({**content, **damage}).apply(model)
+    assert {name: tensor.shape for name, tensor in model.state_dict().items()} == before
 
 
 def test_training_a_model_in_half_precision_does_not_hide_its_channels() -> None:
@@ -201,12 +254,24 @@ def test_channels_last_weights_are_shaken_as_well() -> None:
     assert bool((shaken(model).weight != 0).all())
 
 
-def test_a_budget_must_be_known() -> None:
-    with pytest.raises(Exception, match="flops, macs, parameters, memory"):
+def test_unknown_budgets_and_multiples_are_refused() -> None:
+    with pytest.raises(RecipeError, match="flops, macs, parameters, memory"):
         Channels(Mixed(), torch.rand(1, 3, 9, 8), budget="energy")
+    with pytest.raises(RecipeError, match="multiple 0: give 1"):
+        Channels(Mixed(), torch.rand(1, 3, 9, 8), multiple=0)
 
 
-def test_patterns_must_mean_something() -> None:
+def test_spaces_stay_whole_on_request() -> None:
+    model, example = Mixed(), torch.rand(1, 3, 9, 8)
+    ignoring = Channels(model, example, ignore=["up"])
+    assert ignoring.names == ["plain.weight", "head.weight"]
+    assert [part.count for part in ignoring.whole if part.reason == "ignored on request"] == [7, 6]
+    ends = Channels(model, example, whole_ends=True)
+    assert ends.names == ["up.weight", "linear.weight"]
+    assert [part.count for part in ends.whole if "ends" in part.reason] == [5, 11]
+
+
+def test_patterns_must_match_a_parameter() -> None:
     with pytest.raises(ModelError, match="matches no parameter"):
         Channels(Mixed(), torch.rand(1, 3, 9, 8), ignore=["nothing.*"])
 

@@ -341,6 +341,99 @@ class LearnedQueries(nn.Module):
         return self.c(mixed.transpose(1, 2).flatten(2).mean(1))
 
 
+class BiasedAttention(nn.Module):
+    """A learned bias of the scores for each head, which is pruned with the head."""
+
+    sizes = (16, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.heads = nn.Conv2d(3, 16, 4, 4), 3
+        self.q, self.k, self.v = (nn.Linear(16, 12) for _ in range(3))
+        self.o, self.c, self.bias = nn.Linear(12, 16), nn.Linear(16, 4), nn.Parameter(torch.randn(1, 3, 4, 4))
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = (f(x).reshape(*x.shape[:2], self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self.scores(x))
+        return self.c((x + self.o(mixed.transpose(1, 2).flatten(2))).mean(1))
+
+
+class SharedBias(BiasedAttention):
+    """The same bias for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 4))
+
+
+class ComputedBias(BiasedAttention):
+    """A bias that a layer computes for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_head = nn.Linear(16, 3)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.by_head(x).transpose(1, 2)[:, :, None].expand(-1, -1, 4, -1)
+
+
+class OneHead(nn.Module):
+    """One head: only the values can be pruned."""
+
+    sizes = (16, 10)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.q, self.k, self.v = (
+            nn.Conv2d(3, 16, 4, 4),
+            nn.Linear(16, 12),
+            nn.Linear(16, 12),
+            nn.Linear(16, 10),
+        )
+        self.o, self.c = nn.Linear(10, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        q, k, v = (f(x)[:, None] for f in (self.q, self.k, self.v))
+        return self.c((x + self.o(F.scaled_dot_product_attention(q, k, v)[:, 0])).mean(1))
+
+
+class ThreeKinds(nn.Module):
+    """A parameter with an axis for the channels of each of three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(7, 8, 9))
+        self.a, self.b, self.d = nn.Linear(192, 7), nn.Linear(192, 8), nn.Linear(192, 9)
+        self.heads = nn.ModuleList([nn.Linear(width, 4) for width in (7, 8, 9)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        one = (self.a(x)[:, :, None, None] * self.all).sum((2, 3))
+        two = (self.b(x)[:, None, :, None] * self.all).sum((1, 3))
+        three = (self.d(x)[:, None, None, :] * self.all).sum((1, 2))
+        return sum(head(y) for head, y in zip(self.heads, (one, two, three), strict=True))
+
+
+class PlainNorms(nn.Module):
+    """Norms without statistics or without a scale, and a parameter that is no floating-point number."""
+
+    sizes = (8, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.b = conv(3, 8), nn.BatchNorm2d(8, affine=False), conv(8, 6)
+        self.m, self.c = nn.BatchNorm2d(6, track_running_stats=False), nn.Linear(6, 4)
+        self.steps = nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.m(self.b(self.n(self.a(x)).relu())).relu().mean((2, 3)))
+
+
 class Unused(Chain):
     sizes = (12, 6)
 
@@ -593,7 +686,8 @@ ODD = [
     Twice, TiedConvolutions, TiedDepthwise, TiedTransposed, OfAClass, OfADict, ControlFlow, OptionA, WeightNorm,
     SpectralNorm, BareMatrices, EinsumAttention, CrossCovariance, NonLocal, LearnedQueries, Unused, OneImage, Sound,
     Volume, Recurrent, Halves, SplitWeight, OneLogit, SpatialGate, Slopes, Attended, FixedMatrix, FixedKernel,
-    FoldedBatch, ConstantBranch, Positions, Patches, GroupedUp, CosineHead, Vanishing,
+    FoldedBatch, ConstantBranch, Positions, Patches, GroupedUp, CosineHead, Vanishing, BiasedAttention, SharedBias,
+    ComputedBias, OneHead, PlainNorms,
 ]  # fmt: skip
 
 
@@ -603,6 +697,37 @@ def test_odd_models(kind: Any) -> None:
     found = check(kind(), example, densities=(0.6, 0.0), functional=getattr(kind, "functional", False))
     assert sorted(found.units.sizes) == sorted(kind.sizes)
     assert re.search(getattr(kind, "reason", ""), found.reasons()), found.reasons()
+
+
+class EinsumLayer(nn.Module):
+    """A linear layer written as a product of sums over one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w, self.c = conv(3, 8), nn.Parameter(torch.randn(8, 10)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x).relu().flatten(2)
+        return self.c(torch.einsum("bcn,cd->bnd", x, self.w).relu().mean(1))
+
+
+class Root(Chain):
+    """A root of a parameter, which is NaN for most other values of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = nn.Parameter(torch.full((12, 1, 1), 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x).relu() * (1 + self.tiny.sqrt())).relu().mean((2, 3)))
+
+
+def test_a_layer_that_is_written_as_an_einstein_sum() -> None:
+    assert Channels(EinsumLayer(), torch.rand(1, 3, 8, 8)).sizes == [8, 10]
+
+
+def test_weights_that_bear_no_noise_are_tried_as_they_are() -> None:
+    assert Channels(Root(), torch.rand(1, 3, 8, 8)).sizes == [12, 6]
 
 
 def test_only_numbers_that_are_needed_shrink() -> None:
@@ -668,6 +793,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "no channels that can be pruned: the model's input",
     ),
     "no parameters": (nn.Flatten, "no parameters"),
+    "channels of three kinds": (ThreeKinds, "all lies along channels of three kinds"),
     "Gram matrix": (Gram, "bmm at|one channel"),
     "lazy": (Lazy, "not initialised"),
     "old weight norm": (_old_weight_norm, "has a weight that is computed"),

@@ -16,8 +16,10 @@ from harp import models
 from harp.errors import ModelError
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Cut, removal
+from harp.pruning.channels.compact import compacted, slim_for_training, spread_back, unread
 from harp.pruning.channels.constant_values import readings
-from harp.pruning.channels.removal import Removed, remove_dead, slim_for_training, spread_back, unread
+from harp.pruning.channels.removal import Removed, remove_dead
+from harp.pruning.macs import cost
 from harp.pruning.masks import Masks
 from support import cases
 
@@ -289,6 +291,16 @@ def test_a_network_of_nothing_keeps_a_channel_of_each_layer() -> None:
         lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
         lambda x: torch.softmax(x.flatten(2), dim=2).reshape(x.shape),
         lambda x: F.group_norm(x, 3),
+        lambda x: F.instance_norm(x),
+        lambda x: x.clone().cumsum_(dim=2),
+        lambda x: x[:, x.mean(dim=(0, 2, 3)).argsort()],
+        lambda x: F.conv2d(x, x.mean(dim=(0, 2, 3))[None, :, None, None].expand(6, 6, 1, 1)),
+        lambda x: torch.view_as_real(torch.fft.fft2(x))[..., 0],
+        lambda x: torch.sigmoid(x, out=torch.empty_like(x)),
+        lambda x: torch.zeros_like(x).add_(x),
+        lambda x: x.amax(dim=3, keepdim=True) + x,
+        lambda x: (x.flatten(2) @ torch.ones(len(x), x[0, 0].numel(), 36)).unflatten(2, (6, 6)),
+        lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6)),
     ],
 )
 def test_whatever_forward_does_no_answer_changes(body: Callable[[Tensor], Tensor]) -> None:
@@ -407,6 +419,17 @@ def test_a_wrong_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         remove_dead(chain(conv(6, 6)), IMAGES)
 
 
+@pytest.mark.parametrize("bias", [0.3, -0.3])
+def test_a_linear_layer_of_few_rows_is_followed(bias: float) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.ReLU(), nn.Linear(4, 3)).eval()
+    with torch.no_grad():
+        model[0].weight[0], model[0].bias[0] = 0, bias
+    found = remove_dead(model, torch.rand(2, 6))
+    check(model, found, torch.rand(8, 6))
+    assert (found.folded.channels, found.zero.channels) == ((1, 0) if bias > 0 else (0, 1))
+    assert found.cut.added == (["2.bias"] if bias > 0 else [])
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -431,10 +454,11 @@ def test_training_the_small_network_is_training_the_large_one(case: str) -> None
     mask_ops.apply(model, masks)
     start = copy.deepcopy(model)
     images = cases.batch(8, seed=5)[0].double()
-    small, small_masks, cut = slim_for_training(model, images, masks)
+    compact = slim_for_training(model, images, masks)
+    small, cut = compact.model, compact.cut
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     train(model, masks)
-    train(small, small_masks)
+    train(small, compact.masks)
     pairs = zip(
         [*model.named_parameters(), *model.named_buffers()], [*small.parameters(), *small.buffers()], strict=True
     )
@@ -481,6 +505,22 @@ def test_what_only_training_reads_is_read() -> None:
         unread(model, IMAGES, masks)
 
 
+def test_fine_tuning_goes_on_without_unread_channels_if_that_saves_work(caplog: pytest.LogCaptureFixture) -> None:
+    model, notes = cases.build("conv"), []
+    masks = masked(model, 0.97, 0)
+    macs = cost(model, (3, 8, 8), {})["macs"]
+    compact = compacted(model, IMAGES, masks, macs, notes.append)
+    assert compact is not None and cost(compact.model, (3, 8, 8), {})["macs"] < 0.8 * macs
+    assert len(notes) == 1 and notes[0].endswith("of the multiplications are left to train")
+    assert compacted(model, IMAGES, masked(model, 0.1, 0), macs, notes.append) is None, "all channels are read"
+    assert compacted(model, IMAGES, masks, 1, notes.append) is None, "the smaller network is no less work"
+    model.forgotten = nn.Linear(4, 4)
+    assert compacted(model, IMAGES, masks, macs, notes.append) is None, "one weight was not seen in use"
+    assert not caplog.records and len(notes) == 1
+    compacted(model, "no images", masks, macs, notes.append)  # type: ignore[arg-type]
+    assert "trained with all channels" in caplog.text
+
+
 def test_masks_of_another_model_are_refused() -> None:
     for call in (unread, remove_dead):
         with pytest.raises(ModelError, match="masks of another model"):
@@ -510,6 +550,6 @@ def test_a_convolution_whose_weight_is_a_buffer_is_left_alone() -> None:
         removed = remove_dead(model, images)
         torch.testing.assert_close(removed.model(images), model(images), rtol=1e-5, atol=1e-6)
     masks = {"middle.weight": model.middle.weight != 0}
-    small, _, _ = slim_for_training(model, images, masks)
+    small = slim_for_training(model, images, masks).model
     with torch.no_grad():
         torch.testing.assert_close(small(images), model(images), rtol=1e-5, atol=1e-6)

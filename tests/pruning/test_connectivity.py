@@ -1,4 +1,4 @@
-"""Paths: weights that lie on no way are found, replaced, and a network is never cut in two."""
+"""Paths: weights that lie on no path are found and replaced, and a network is never cut in two."""
 
 import copy
 
@@ -19,22 +19,22 @@ def chain() -> nn.Sequential:
 
 
 def mask(shape: tuple[int, int], *places: tuple[int, int]) -> Tensor:
-    found = torch.zeros(shape, dtype=torch.bool)
+    flags = torch.zeros(shape, dtype=torch.bool)
     for row, column in places:
-        found[row, column] = True
-    return found
+        flags[row, column] = True
+    return flags
 
 
-def test_weights_that_nobody_reads_or_that_read_nothing_are_of_no_use() -> None:
+def test_weights_that_are_not_read_or_that_read_nothing_are_of_no_use() -> None:
     paths = Paths(chain(), torch.rand(1, 2))
     masks = {
-        "0.weight": mask((3, 2), (0, 0), (1, 1)),  # channel 1 is read by nobody
-        "2.weight": mask((3, 3), (0, 0), (1, 2), (2, 0)),  # (1, 2) reads channel 2, which nobody gives
-        "4.weight": mask((2, 3), (0, 0), (1, 1)),  # channel 1 of the second layer is then given by nothing
+        "0.weight": mask((3, 2), (0, 0), (1, 1)),  # channel 1 is not read
+        "2.weight": mask((3, 3), (0, 0), (1, 2), (2, 0)),  # (1, 2) reads channel 2, which no weight gives
+        "4.weight": mask((2, 3), (0, 0), (1, 1)),  # channel 1 of the second layer is then given by no weight
     }
     useful = paths.useful(masks)
     assert useful["0.weight"].nonzero().tolist() == [[0, 0]]
-    assert useful["2.weight"].nonzero().tolist() == [[0, 0]]  # (2, 0) gives a channel that nobody reads
+    assert useful["2.weight"].nonzero().tolist() == [[0, 0]]  # (2, 0) gives a channel that is not read
     assert useful["4.weight"].nonzero().tolist() == [[0, 0]]
     assert int(masks["2.weight"].sum()) == 3, "the masks themselves stay"
     possible = paths.open(useful)
@@ -42,7 +42,7 @@ def test_weights_that_nobody_reads_or_that_read_nothing_are_of_no_use() -> None:
     assert possible["0.weight"].nonzero().tolist() == [[0, 0], [0, 1]]
 
 
-def test_a_residual_block_does_not_hold_itself_up() -> None:
+def test_a_residual_block_is_not_reached_by_its_own_output() -> None:
     """Its second weight gives what its first one reads: without the stem no image reaches either."""
     model = cases.build("residual")
     units = Weights(model)
@@ -112,3 +112,14 @@ def test_the_strongest_are_chosen_where_all_are_of_use() -> None:
     masks, _ = Paths(model, torch.rand(1, 2)).choose(strengths, [5, 8, 5])
     for name, strength in strengths.items():
         assert not masks[name].reshape(-1)[strength.argmin()]
+
+
+def test_layers_that_are_not_pruned_connect_all_their_channels() -> None:
+    paths = Paths(chain(), torch.rand(1, 2))
+    masks = {"0.weight": mask((3, 2), (0, 0)), "4.weight": mask((2, 3), (0, 2))}
+    useful = paths.useful(masks)
+    assert all(torch.equal(useful[name], masks[name]) for name in masks)
+    assert paths.open(useful)["4.weight"].all()
+    alone = {"0.weight": torch.rand(3, 2)}  # all weights that read channels are ignored
+    chosen, _ = paths.choose(alone, [2])
+    assert int(chosen["0.weight"].sum()) == 2

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harp import models
 from harp.errors import ModelError
-from harp.pruning.macs import cost
+from harp.pruning.macs import cost, reduced
 from support.cases import CASES, build
 
 SHAPE = (3, 8, 8)
@@ -188,3 +188,30 @@ def test_a_tied_weight_is_one_layer_with_the_macs_of_both_uses() -> None:
     rows = {layer["name"]: layer["macs"] for layer in found["layers"]}
     assert rows["up.weight"] == 2 * 24 * 24 and "down.weight" not in rows
     assert math.isclose(found["macs"], 192 * 24 + 2 * 24 * 24 + 24 * 4)
+
+
+def test_attention_with_queries_keys_and_values_of_different_widths() -> None:
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=8, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x[:, 0, :3, :6], key=x[:, 1, :5, :4], value=x[:, 2, :5])[0].flatten(1)
+
+    rows = {layer["name"]: layer["macs"] for layer in cost(Crossed(), SHAPE)["layers"]}
+    assert rows == {
+        "attention.q_proj_weight": 3 * 6 * 6,
+        "attention.k_proj_weight": 5 * 6 * 4,
+        "attention.v_proj_weight": 5 * 6 * 8,
+        "attention.out_proj.weight": 3 * 6 * 6,
+    }
+
+
+def test_the_cost_of_a_smaller_network_in_terms_of_the_large_one() -> None:
+    large = cost(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1)), SHAPE)
+    small = cost(nn.Sequential(nn.Conv2d(3, 2, 1), nn.Conv2d(2, 4, 1)), SHAPE)
+    both = reduced(large, small)
+    assert (both["macs"], both["macs_kept"]) == (large["macs"], small["macs"])
+    assert (both["parameters"], both["parameters_kept"]) == (large["parameters"], small["parameters"])
+    assert [layer["macs_kept"] for layer in both["layers"]] == [64 * 3 * 2, 64 * 2 * 4]

@@ -51,9 +51,11 @@ def test_nan_scores_are_refused() -> None:
         masks.top_k(torch.tensor([1.0, float("nan"), 2.0]), 2)
 
 
-def test_more_than_there_is_can_not_be_kept() -> None:
+def test_more_entries_than_there_are_can_not_be_kept_or_drawn() -> None:
     with pytest.raises(ValueError, match="can't keep 4 of 3"):
         masks.top_k(torch.ones(3), 4)
+    with pytest.raises(ValueError, match="can't draw 3 of 2"):
+        masks.at_random(torch.tensor([True, False, True]), 3, torch.Generator())
 
 
 @settings(max_examples=30, deadline=None)

@@ -155,7 +155,7 @@ def test_erdos_renyi_rates_of_channels_follow_size_and_fan_in() -> None:
     wish = [(8 + 72) / 72, (16 + 64) / 64, (16 + 16) / 16]
     total = units.total(0.1)
     assert allocation.erk(units, total) == nearest(wish, units, total) != nearest(units.sizes, units, total)
-    wishes = allocation.WISHES["erk"](units, total)
+    wishes = allocation.PROPORTIONS["erk"](units, total)
     assert [wished / wishes[0] for wished in wishes] == pytest.approx([wished / wish[0] for wished in wish])
 
 

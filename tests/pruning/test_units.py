@@ -35,9 +35,14 @@ def test_embeddings_norms_and_parametrised_weights_are_left_out_with_a_reason() 
             self.norm = nn.LayerNorm([3, 4])
             self.wrapped = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
             self.plain = nn.Linear(4, 4)
+            self.later = nn.LazyLinear(4)
+            self.table = nn.Module()
+            self.table.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.int8), requires_grad=False)
 
     units = Weights(Odd())
     assert units.names == ["plain.weight"]
+    assert units.left_out["later.weight"] == "not initialised yet: run one batch through the model first"
+    assert units.left_out["table.weight"] == "of type torch.int8"
     assert units.left_out["embedding.weight"] == "an embedding"
     assert units.left_out["norm.weight"] == "belongs to a norm"
     assert "re-parametrised" in units.left_out["wrapped.parametrizations.weight.original0"]

@@ -10,8 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from harp.pruning import macs
 from harp.pruning import masks as mask_ops
-from harp.pruning.channels import TARIFFS, Channels, price
-from harp.pruning.channels.spaces import tariff
+from harp.pruning.channels import Channels, price
 from harp.pruning.channels.verify import difference, shaken
 
 aten = torch.ops.aten
@@ -66,8 +65,7 @@ def check(
 
 def predicted(units: Channels, budget: str, kept: Sequence[int]) -> int:
     """What so many channels of each space cost under a budget."""
-    products, _ = TARIFFS[budget]
-    return tariff(units.trace, units.spaces, products(units.model, units.trace)).exact(kept)
+    return units.priced(budget).exact(kept)
 
 
 def draw(units: Channels, density: float, generator: torch.Generator) -> list[Tensor]:

@@ -16,7 +16,6 @@ from harp.evaluation import model_checks
 from harp.models.weights import load_weights
 from harp.pruning import allocation, rounding
 from harp.pruning.channels import TARIFFS, Channels
-from harp.pruning.channels.spaces import tariff
 from harp.pruning.units import Units, Weights, exact
 
 
@@ -87,9 +86,9 @@ def spread(units: Units, strategy: str, keep: float, *, as_published: bool = Fal
         raise RecipeError("as published is for budgets that count weights: the papers' tables have no others")
     total = units.total(keep)
     counts = allocation.allocate(strategy, units, total)
-    if as_published and strategy in allocation.WISHES:
-        wish = allocation.WISHES[strategy](units, total)
-        counts = [round(count) for count in rounding.scale_to(wish, units, total).tolist()]
+    if as_published and strategy in allocation.PROPORTIONS:
+        proportions = allocation.PROPORTIONS[strategy](units, total)
+        counts = [round(count) for count in rounding.scale_to(proportions, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
     return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
 
@@ -99,8 +98,8 @@ def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
     found = {units.noun: (units.size, units.spend(counts))}
     if isinstance(units, Channels):
         found["channels"] = (sum(units.sizes), sum(counts))
-        for products, words in TARIFFS.values():
-            priced = tariff(units.trace, units.spaces, products(units.model, units.trace))
+        for budget, (_, words) in TARIFFS.items():
+            priced = units.priced(budget)
             found.setdefault(words, (priced.exact(units.sizes), priced.exact(counts)))
     else:
         found.setdefault("weights", (sum(units.sizes), sum(counts)))

@@ -42,8 +42,7 @@ from harp.models.weights import fingerprint, load_weights
 from harp.pruning import macs as cost
 from harp.pruning import masks, methods, schedules
 from harp.pruning.channels import Channels, Cut, Latency
-from harp.pruning.channels.compact import Compacted, compacted
-from harp.pruning.channels.removal import spread_back
+from harp.pruning.channels.compact import Compacted, compacted, spread_back
 from harp.pruning.masks import Masks
 from harp.pruning.methods.base import Objective
 from harp.pruning.units import Units, Weights

@@ -1,9 +1,9 @@
 """Allocation: how an integer budget is spread over the layers.
 
 A strategy maps units and a total to one integer a layer; they respect every layer's limits, and where the budget
-counts the units themselves they sum to it exactly. The literature's strategies name real numbers and round each on its
+counts the units themselves they sum to it exactly. The literature's strategies give real numbers and round each on its
 own, so that the sum is off by a few weights; here the rounding is by largest remainder, which gives the published
-integers wherever those meet the budget. Other costs than the number of units are met from below: see `apportion.py`.
+integers wherever those meet the budget. Other costs than the number of units are met from below: see `rounding.py`.
 
 - `uniform`: the same rate everywhere.
 - `erk`: Erdős-Rényi-Kernel (Evci et al., "Rigging the Lottery", 2020): counts in proportion to the sum of a weight's
@@ -32,50 +32,40 @@ Strategy = Callable[[Units, int], list[int]]
 _Floats = npt.NDArray[np.float64]
 
 
-def uniform(units: Units, total: int) -> list[int]:
-    """Keep the same share of every layer."""
-    return nearest(units.sizes, units, total)
-
-
-def erk(units: Units, total: int) -> list[int]:
-    """Keep counts in proportion to the sum of each weight's dimensions, or by Erdős-Rényi rates."""
-    return nearest(_dimensions(units, total), units, total)
-
-
-def igq(units: Units, total: int) -> list[int]:
-    """Keep n / (F n + 1) of a layer of n units, F chosen to meet the total: large layers end up equal."""
-    return nearest(_gas(units, total), units, total)
-
-
-def boosted(units: Units, total: int) -> list[int]:
-    """Keep the first and last layers dense within a fifth of the budget, and spread the rest by IGQ."""
-    return nearest(_boosted(units, total), units, total)
-
-
 def _dimensions(units: Units, total: int) -> list[float]:
+    """The sum of each weight's dimensions, or Erdős-Rényi rates."""
     if units.kind == "weights":  # a layer is a weight tensor, whose shape counts
         return [float(sum(weight.shape)) for weight in units.weights]
     return [(size + fan) / fan for size, fan in zip(units.sizes, units.fans, strict=True)]
 
 
-def _gas(units: Units, total: int) -> list[float]:
-    return _ideal_gas(units, total, range(len(units.sizes)), _prices(units, total))
+def _ideal_gas(units: Units, total: int) -> list[float]:
+    """n / (F n + 1) of a layer of n units, F chosen to meet the total: large layers end up equal."""
+    return _gas_quotas(units, total, range(len(units.sizes)), _prices(units, total))
 
 
-def _ideal_gas(units: Units, total: float, layers: Sequence[int], prices: _Floats) -> list[float]:
+def _boosted(units: Units, total: int) -> list[float]:
+    """The first and last layers dense within a fifth of the budget, and the rest by IGQ."""
+    sizes = units.sizes
+    if len(sizes) < 3:
+        return _ideal_gas(units, total)
+    prices = _prices(units, total)
+    ends = float(sizes[0] * prices[0] + sizes[-1] * prices[-1])
+    room = min(0.2 * total, ends)
+    middle = _gas_quotas(units, total - room, range(1, len(sizes) - 1), prices)
+    return [room * sizes[0] / ends, *middle, room * sizes[-1] / ends]
+
+
+def _gas_quotas(units: Units, total: float, layers: range, prices: _Floats) -> list[float]:
     """IGQ over some of the layers."""
-    sizes, lower, upper = (np.array(values, dtype=np.float64)[list(layers)] for values in _limits(units))
-    price = prices[list(layers)]
+    limits = (units.sizes, units.lower, units.upper)
+    sizes, lower, upper, price = (np.array(values, dtype=np.float64)[layers] for values in (*limits, prices))
     low, high = -40.0, 40.0  # log F
     for _ in range(200):
         middle = (low + high) / 2
         counts = sizes / (math.exp(middle) * sizes + 1)
         low, high = (middle, high) if (price * counts.clip(lower, upper)).sum() > total else (low, middle)
     return [float(count) for count in sizes / (math.exp(high) * sizes + 1)]
-
-
-def _limits(units: Units) -> tuple[list[int], list[int], list[int]]:
-    return units.sizes, units.lower, units.upper
 
 
 def _prices(units: Units, total: int) -> _Floats:
@@ -85,20 +75,25 @@ def _prices(units: Units, total: int) -> _Floats:
     """
     if exact(units):
         return np.ones(len(units.sizes))
-    cost, slope = units.slope(np.full(len(units.sizes), units.uniform_rate(total)))
-    charged = units.uniform_rate(total) * slope
-    return np.asarray(slope / np.array(units.sizes) * (cost / charged.sum()))
+    rate = units.uniform_rate(total)
+    cost, slope = units.slope(np.full(len(units.sizes), rate))
+    return np.asarray(slope / np.array(units.sizes) * (cost / (rate * slope).sum()))
 
 
-def _boosted(units: Units, total: int) -> list[float]:
-    sizes = units.sizes
-    if len(sizes) < 3:
-        return _gas(units, total)
-    prices = _prices(units, total)
-    ends = float(sizes[0] * prices[0] + sizes[-1] * prices[-1])
-    room = min(0.2 * total, ends)
-    middle = _ideal_gas(units, total - room, range(1, len(sizes) - 1), prices)
-    return [room * sizes[0] / ends, *middle, room * sizes[-1] / ends]
+PROPORTIONS: dict[str, Callable[[Units, int], Sequence[float]]] = {
+    "uniform": lambda units, total: units.sizes,
+    "erk": _dimensions,
+    "igq": _ideal_gas,
+    "boosted": _boosted,
+}
+"""The real-valued counts, up to a factor, of the strategies that have some."""
+
+
+def _rounded(name: str) -> Strategy:
+    return lambda units, total: nearest(PROPORTIONS[name](units, total), units, total)
+
+
+uniform, erk, igq, boosted = map(_rounded, ("uniform", "erk", "igq", "boosted"))
 
 
 def lamp(units: Units, total: int) -> list[int]:
@@ -109,13 +104,13 @@ def lamp(units: Units, total: int) -> list[int]:
 def blend(units: Units, total: int) -> list[int]:
     """Keep counts between uniform ones and LAMP's: the smaller the budget, the more like LAMP's.
 
-    One rate for all starves small layers only where little is kept at all; LAMP feeds them, and takes it from the
-    widest layer even where nobody starves. The uniform part is √(10 rate), so a third at 1 %, and half at most: a
-    network of depthwise convolutions starves at any rate.
+    One rate for all leaves small layers too little only where little is kept at all; LAMP gives them more, and takes it
+    from the widest layer even where no layer needs it. The uniform part is √(10 rate), so a third at 1 %, and half at
+    most: a network of depthwise convolutions has layers that need more at any rate.
     """
     share = min(0.5, math.sqrt(10 * units.uniform_rate(total)))
     pairs = zip(uniform(units, total), lamp(units, total), strict=True)
-    return nearest([share * even + (1 - share) * fed for even, fed in pairs], units, total)
+    return nearest([share * even + (1 - share) * adapted for even, adapted in pairs], units, total)
 
 
 def global_magnitude(units: Units, total: int) -> list[int]:
@@ -124,7 +119,7 @@ def global_magnitude(units: Units, total: int) -> list[int]:
 
 
 def given(rates: Mapping[str, float]) -> Strategy:
-    """Make a strategy of the rates (or counts) that somebody names, scaled to meet the total."""
+    """Make a strategy of rates (or counts) by layer name, scaled to meet the total."""
 
     def strategy(units: Units, total: int) -> list[int]:
         unknown, missing = set(rates) - set(units.names), set(units.names) - set(rates)
@@ -150,18 +145,8 @@ STRATEGIES: dict[str, Strategy] = {
     "boosted": boosted,
     "blend": blend,
 }
-
-
 READS_WEIGHTS = ("lamp", "global", "blend")
-"""The strategies that look at the weights, and so want trained ones."""
-
-WISHES: dict[str, Callable[[Units, int], Sequence[float]]] = {
-    "uniform": lambda units, total: units.sizes,
-    "erk": _dimensions,
-    "igq": _gas,
-    "boosted": _boosted,
-}
-"""The real-valued counts, up to a factor, of the strategies that have some."""
+"""The strategies that read the weights, and so need trained ones."""
 
 
 def allocate(strategy: str | Mapping[str, float], units: Units, total: int) -> list[int]:

@@ -1,72 +1,51 @@
-"""Paths: which of the kept weights lie on a way from the images to the logits.
+"""Paths: which of the kept weights lie on a path from the images to the logits.
 
-At a budget of a few hundred weights some of the kept ones are wasted: a filter that nobody reads, or a weight that
+At a budget of a few hundred weights some of the kept ones are wasted: a filter that no weight reads, or a weight that
 reads a channel whose filter is pruned. Such weights change nothing, and their gradients are zero, so no score ever
-drops them. The channels are followed as for channel pruning (`harp.pruning.channels`); what is not understood
-there counts as a way.
+drops them. The channels are followed as for channel pruning (`harp.pruning.channels`); what is not understood there
+counts as connected.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from harp.pruning.channels.spaces import spaces
-from harp.pruning.channels.tracing import trace
 from harp.pruning.masks import Masks, top_k
 
+if TYPE_CHECKING:
+    from harp.pruning.channels.spaces import Place
+
 _ROUNDS = 8  # of choosing again; each drops less than the one before
-
-
-class _Side(NamedTuple):
-    """One axis of a weight, and the channel at each of its indices, -1 for none that is followed."""
-
-    name: str
-    axis: int
-    channels: Tensor
-
-    def spread(self, flags: Tensor, shape: torch.Size) -> Tensor:
-        """A flag of each channel, along this axis of the weight; what is not followed is true."""
-        along = flags[self.channels] | (self.channels < 0)
-        return along.view(-1, *[1] * (len(shape) - self.axis - 1))
-
-    def any(self, mask: Tensor, count: int) -> Tensor:
-        """The channels at which some entry of a mask is true."""
-        here = mask.movedim(self.axis, 0).flatten(1).any(dim=1).cpu() & (self.channels >= 0)
-        found = torch.zeros(count, dtype=torch.bool)
-        found[self.channels[here]] = True
-        return found
 
 
 class Paths:
     """The channels of a model, by the weights that give them and the weights that read them."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
-        followed = trace(model, example)
-        atoms = [atom for space in spaces(followed)[0] for atom in space.atoms]
-        number = {atom: index for index, atom in enumerate(atoms)}
-        self.count = len(atoms)
-        self.order = [use.name for use in followed.uses]  # a weight is there as often as it is used
-        self.readers: list[_Side] = []
-        self.givers: list[_Side] = []
-        for site, roots in zip(followed.sites, followed.roots, strict=True):
-            channels = torch.tensor([number.get(atom, -1) for atom in roots.tolist()])
-            if site.name in self.order and bool((channels >= 0).any()):
-                (self.readers if site.reads else self.givers).append(_Side(site.name, site.axis, channels))
+        from harp.pruning.channels.spaces import Places, spaces  # most methods never need these
+        from harp.pruning.channels.tracing import trace
+
+        traced = trace(model, example)
+        places = Places(traced, spaces(traced)[0])
+        self.count = len(places.atoms)
+        self.order = [use.name for use in traced.uses]  # a weight is there as often as it is used
+        self.readers = [place for place in places.readers if place.name in self.order]
+        self.givers = [place for place in places.givers if place.name in self.order]
 
     def choose(self, strengths: Mapping[str, Tensor], counts: Sequence[int]) -> tuple[Masks, Masks]:
-        """Masks of the strongest weights that lie on a way, so many a tensor, and the weights they were chosen from.
+        """Masks of the strongest weights that lie on a path, so many a tensor, and the weights they were chosen from.
 
         The places of weights that are of no use go to the strongest that are. Where the strongest weights of all
-        layers meet nowhere, one way through the network is kept first.
+        layers are not connected, one path through the network is kept first.
         """
         possible = _all(strengths)
         for _ in range(_ROUNDS):
             masks = _strongest(strengths, counts, possible)
             useful = self.useful(masks)
-            if self._severed(useful):
-                strengths, possible = self._with_a_way(strengths, counts), _all(strengths)
+            if self.count > 0 and self._last(useful) is None:
+                strengths, possible = self._with_a_path(strengths, counts), _all(strengths)
                 continue
             if all(torch.equal(useful[name], masks[name]) for name in masks):
                 break
@@ -80,84 +59,77 @@ class Paths:
         return used
 
     def open(self, useful: Mapping[str, Tensor]) -> Masks:
-        """The weights that would lie on a way beside these: between channels that some way leads through."""
+        """The weights that would lie on a path beside these: between channels that some path leads through."""
         _, reached = self._pass(useful, self.order, self.readers, self.givers)
         possible = _all(useful)
-        for side in (*self.readers, *self.givers):
-            if side.name in possible:
-                possible[side.name] &= side.spread(reached, possible[side.name].shape).to(possible[side.name].device)
+        for place in (*self.readers, *self.givers):
+            if place.name in possible:
+                possible[place.name] &= place.along(reached, possible[place.name])
         return possible
 
     def _pass(
-        self, masks: Mapping[str, Tensor], order: Sequence[str], before: Sequence[_Side], behind: Sequence[_Side]
+        self, masks: Mapping[str, Tensor], order: Sequence[str], before: Sequence["Place"], behind: Sequence["Place"]
     ) -> tuple[Masks, Tensor]:
         """Go through the weights in order: which are reached by those that came before, and which channels are.
 
-        From the images to the logits `before` are the sides that read; on the way back, those that give.
+        From the images to the logits `before` are the axes that read; on the way back, those that give.
         """
         reached = torch.zeros(self.count, dtype=torch.bool)
-        found = {name: torch.zeros_like(mask) for name, mask in masks.items()}
+        connected = {name: torch.zeros_like(mask) for name, mask in masks.items()}
         for name in order:
-            sides = [side for side in before if side.name == name]
-            if name not in masks:  # not pruned: it leads on to all its channels
-                for side in behind:
-                    if side.name == name:
-                        reached[side.channels[side.channels >= 0]] = True
+            after = [place for place in behind if place.name == name]
+            if name not in masks:  # not pruned: it reaches all its channels
+                for place in after:
+                    reached[place.channels[place.channels >= 0]] = True
                 continue
             here = masks[name].clone()
-            for side in sides:
-                here &= side.spread(reached, here.shape).to(here.device)
-            found[name] |= here
-            for side in behind:
-                if side.name == name:
-                    reached |= side.any(here, self.count)
-        return found, reached
+            for place in before:
+                if place.name == name:
+                    here &= place.along(reached, here)
+            connected[name] |= here
+            for place in after:
+                reached[place.read(here)] = True
+        return connected, reached
 
-    def _severed(self, useful: Mapping[str, Tensor]) -> bool:
-        return self.count > 0 and self._last(useful) is None
+    def _last(self, useful: Mapping[str, Tensor]) -> str | None:
+        """The last weight that reads a channel and is of use; None if the network is cut in two."""
+        names = [place.name for place in self.readers if place.name in useful and bool(useful[place.name].any())]
+        return names[-1] if names else None
 
-    def _last(self, useful: Mapping[str, Tensor]) -> _Side | None:
-        """The last weight that reads something and is of use."""
-        sides = [side for side in self.readers if side.name in useful and bool(useful[side.name].any())]
-        return sides[-1] if sides else None
-
-    def _with_a_way(self, strengths: Mapping[str, Tensor], counts: Sequence[int]) -> dict[str, Tensor]:
-        """The same strengths, infinite along one way: a strong one of the sparsest choice that has any."""
+    def _with_a_path(self, strengths: Mapping[str, Tensor], counts: Sequence[int]) -> dict[str, Tensor]:
+        """The same strengths, infinite along one path: a strong one of the sparsest choice that has any."""
         sizes, wider = [strength.numel() for strength in strengths.values()], list(counts)
-        useful: Masks = _all(strengths)
-        while wider != sizes:
+        useful: Masks = {}
+        while (last := self._last(useful)) is None and wider != sizes:
             wider = [min(2 * count, size) for count, size in zip(wider, sizes, strict=True)]
             useful = self.useful(_strongest(strengths, wider, _all(strengths)))
-            if not self._severed(useful):
-                break
         raised = {name: strength.clone() for name, strength in strengths.items()}
-        side = self._last(useful)
-        candidates = [] if side is None else [(side.name, useful[side.name])]
+        candidates = [] if last is None else [(last, useful[last])]  # None: all weights that read are ignored
         seen: set[str] = set()
-        while candidates:  # from the last weight to who gives what it reads, and so on to the images
+        while candidates:  # from the last weight to those that give what it reads, and so on to the images
             values = [torch.where(here, strengths[name], -1.0).reshape(-1) for name, here in candidates]
             best = max(range(len(values)), key=lambda i: float(values[i].max()))
-            name, place = candidates[best][0], int(values[best].argmax())
-            raised[name].view(-1)[place] = torch.inf
+            name, index = candidates[best][0], int(values[best].argmax())
+            raised[name].view(-1)[index] = torch.inf
             seen |= {later for later in self.order if self.order.index(later) >= self.order.index(name)}
-            channel = self._read(name, place, strengths[name])
+            channel = self._read(name, index, strengths[name])
             candidates = [] if channel is None else self._giving(channel, useful, seen)
         return raised
 
-    def _read(self, name: str, place: int, weight: Tensor) -> int | None:
+    def _read(self, name: str, index: int, weight: Tensor) -> int | None:
         """The channel that one entry of a weight reads, if it is followed."""
-        where = torch.unravel_index(torch.tensor(place), weight.shape)
-        found = [int(side.channels[where[side.axis]]) for side in self.readers if side.name == name]
-        return next((channel for channel in found if channel >= 0), None)
+        where = torch.unravel_index(torch.tensor(index), weight.shape)
+        channels = [int(place.channels[where[place.axis]]) for place in self.readers if place.name == name]
+        return next((channel for channel in channels if channel >= 0), None)
 
     def _giving(self, channel: int, useful: Mapping[str, Tensor], later: set[str]) -> list[tuple[str, Tensor]]:
         """The useful entries of every earlier weight that gives a channel."""
-        found = []
-        for name, axis, at in self.givers:
-            if name in useful and name not in later and bool((at == channel).any()):
-                rows = (at == channel).view(-1, *[1] * (useful[name].ndim - axis - 1)).to(useful[name].device)
-                found.append((name, useful[name] & rows))
-        return [(name, here) for name, here in found if bool(here.any())]
+        givers = [place for place in self.givers if place.name in useful and place.name not in later]
+        entries = [
+            (place.name, useful[place.name] & place.shaped(place.channels == channel, useful[place.name]))
+            for place in givers
+        ]
+        return [(name, here) for name, here in entries if bool(here.any())]
 
 
 def _all(like: Mapping[str, Tensor]) -> Masks:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.models.modes import evaluating
+from harp.models.modes import evaluating, slow_attention
+from harp.pruning.masks import check_shapes
 
 _INDEX = 4  # bytes of the index that says where a kept weight belongs
 
@@ -37,6 +38,7 @@ def cost(model: nn.Module, shape: Sequence[int], masks: Mapping[str, Tensor] | N
     parameters that no layer known here was seen to use. `bytes_dense` are those of all parameters, `bytes_sparse` is
     an estimate: a kept value and a 32-bit index each, or dense where that is smaller; biases and norms as they are.
     """
+    check_shapes(model, masks or {})
     parameters = dict(model.named_parameters())
     kept = _kept(parameters, masks)
     uses = _run(model, shape)
@@ -44,9 +46,9 @@ def cost(model: nn.Module, shape: Sequence[int], masks: Mapping[str, Tensor] | N
     for name, weight in parameters.items():
         if id(weight) in uses:
             applied = uses[id(weight)]
-            blocks = kept[name].chunk(len(applied))
-            macs = sum(times * block.numel() for times, block in zip(applied, blocks, strict=True))
-            left = sum(times * int(block.count_nonzero()) for times, block in zip(applied, blocks, strict=True))
+            pairs = list(zip(applied, kept[name].chunk(len(applied)), strict=True))
+            macs = sum(times * block.numel() for times, block in pairs)
+            left = sum(times * int(block.count_nonzero()) for times, block in pairs)
             layers.append({"name": name, "macs": macs, "macs_kept": left})
     counts = {name: int(mask.count_nonzero()) for name, mask in kept.items()}
     return {
@@ -83,23 +85,15 @@ def positions(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     come from sequences of different lengths are refused.
     """
     uses = _run(model, shape)
-    found = {}
-    for name, weight in model.named_parameters():
-        if id(weight) in uses:
-            first, *others = uses[id(weight)]
-            if any(times != first for times in others):
-                raise ModelError(
-                    f"rows of {name!r} are applied {[first, *others]} times: its weights have no one price"
-                )
-            found[name] = first
-    return found
+    applied = {name: uses[id(weight)] for name, weight in model.named_parameters() if id(weight) in uses}
+    for name, times in applied.items():
+        if len(set(times)) > 1:
+            raise ModelError(f"rows of {name!r} are applied {times} times: its weights have different prices")
+    return {name: times[0] for name, times in applied.items()}
 
 
 def _kept(parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """A mask for every matrix-shaped parameter."""
-    for name, mask in (masks or {}).items():
-        if name not in parameters or parameters[name].shape != mask.shape:
-            raise ModelError(f"no weight of shape {tuple(mask.shape)} called {name!r}: masks of another model?")
     matrices = {name: weight.detach() for name, weight in parameters.items() if weight.ndim > 1}
     if masks is None:
         return {name: weight != 0 for name, weight in matrices.items()}
@@ -108,24 +102,21 @@ def _kept(parameters: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None) 
 
 
 def _run(model: nn.Module, shape: Sequence[int]) -> _Uses:
-    """Ask the model about one grey image in eval mode, and count how often each weight is applied."""
+    """Run the model on one grey image in eval mode, and count how often each weight is applied."""
     words = "x".join(map(str, shape))
     if not all(isinstance(size, int) and size > 0 for size in shape):
         raise ModelError(f"images can't have the shape {words}: give channels, height and width, like (3, 32, 32)")
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     image = torch.full((1, *shape), 0.5, dtype=like.dtype, device=like.device)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a copy for whoever writes into them
-    with torch.no_grad(), torch.random.fork_rng(_devices(like)), evaluating(model), _counting(model) as uses:
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # forward may write into them
+    devices = [like.device] if like.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), evaluating(model), slow_attention(), _counting(model) as uses:
         try:
             torch.func.functional_call(model, buffers, (image,))
         except Exception as error:  # forward may do anything
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ModelError(f"the model can't run on an image of shape {words}: {reason}") from error
     return uses
-
-
-def _devices(like: Tensor) -> list[torch.device]:
-    return [like.device] if like.device.type == "cuda" else []
 
 
 @contextmanager
@@ -142,8 +133,8 @@ def _counting(model: nn.Module) -> Iterator[_Uses]:
         uses[id(module.weight)][0] += positions
 
     def attention(module: Any, inputs: tuple[Any, ...], options: dict[str, Any], _: Any) -> None:
-        given = dict(zip(("query", "key", "value"), inputs, strict=False)) | options
-        positions = [given[name].numel() // given[name].shape[-1] for name in ("query", "key", "value")]
+        tensors = dict(zip(("query", "key", "value"), inputs, strict=False)) | options
+        positions = [tensors[name].numel() // tensors[name].shape[-1] for name in ("query", "key", "value")]
         if module.in_proj_weight is not None:
             earlier = uses.get(id(module.in_proj_weight), [0, 0, 0])
             uses[id(module.in_proj_weight)] = [old + new for old, new in zip(earlier, positions, strict=True)]
@@ -151,7 +142,7 @@ def _counting(model: nn.Module) -> Iterator[_Uses]:
             weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
             for weight, times in zip(weights, positions, strict=True):
                 uses[id(weight)][0] += times
-        uses[id(module.out_proj.weight)][0] += positions[0]  # called as a function: no hook of its own would tell
+        uses[id(module.out_proj.weight)][0] += positions[0]  # used by a function, so that its own hook is not called
 
     handles = []
     for module in model.modules():
@@ -159,11 +150,8 @@ def _counting(model: nn.Module) -> Iterator[_Uses]:
             handles.append(module.register_forward_hook(layer))
         elif isinstance(module, nn.MultiheadAttention):
             handles.append(module.register_forward_hook(attention, with_kwargs=True))
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it goes past the modules, and so past their hooks
     try:
         yield uses
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for handle in handles:
             handle.remove()

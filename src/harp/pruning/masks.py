@@ -74,12 +74,18 @@ def apply(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     Example:
         harp.apply_masks(model, harp.Magnitude(harp.Weights(model), keep=0.1).masks())
     """
+    check_shapes(model, masks)
+    for name, mask in masks.items():
+        weight = model.get_parameter(name)
+        weight.masked_fill_(~mask.to(weight.device), 0.0)
+
+
+def check_shapes(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Refuse masks that are not of this model's parameters."""
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             raise ModelError(f"no weight of shape {tuple(mask.shape)} called {name!r}: masks of another model?")
-        weight = parameters[name]
-        weight.masked_fill_(~mask.to(weight.device), 0.0)
 
 
 def save(path: str | Path, masks: Mapping[str, Tensor]) -> None:

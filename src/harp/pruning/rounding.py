@@ -1,8 +1,8 @@
-"""Apportionment: from wished counts, or from scores, to one whole number a layer within a budget.
+"""Rounding: from real counts, or from scores, to one whole number a layer within a budget.
 
 Where the budget counts the units themselves, the numbers sum to it exactly. Any other cost (MACs, or the FLOPs of
-channels, where the price of one layer's units depends on its neighbours') is met from below: the answer is maximal, no
-layer could take another step without exceeding the budget or its own limit. All that is asked of the cost is that it
+channels, where the price of one layer's units depends on its neighbours') is met from below: the result is maximal, no
+layer could take another step without exceeding the budget or its own limit. All that is needed of the cost is that it
 never falls when a count grows. So a layer that does not fit once will never fit again, and can be left out.
 """
 
@@ -22,60 +22,59 @@ _INFINITE = int(np.float64(np.inf).view(np.int64))
 
 
 def nearest(counts: Sequence[float] | _Floats, units: Units, total: int) -> list[int]:
-    """The integers nearest to wished counts that meet the total and every layer's limits.
+    """The integers nearest to desired counts that meet the total and every layer's limits.
 
     All counts are scaled by one factor until the clipped ones cost the total: of all feasible counts these have the
-    least relative entropy to the wish where each unit costs the same, and where the wish is feasible it is only
-    rounded. Otherwise they are rounded to whole steps while they are scaled, and what is left goes to the largest
-    remainders.
+    least relative entropy to the desired ones where each unit costs the same, and feasible counts are only rounded.
+    Otherwise they are rounded to whole steps while they are scaled, and what is left goes to the largest remainders.
     """
     if exact(units):
         return round_to(scale_to(counts, units, total), units, total)
-    wish = np.maximum(np.asarray(counts, dtype=np.float64), 1e-12).tolist()
-
-    def wished(factor: float) -> list[float]:
-        return [factor * count for count in wish]
+    desired = _positive(counts).tolist()
 
     def propose(factor: float) -> list[int]:
-        return [_rounded(units, layer, count) for layer, count in enumerate(wished(factor))]
+        return [_rounded(units, layer, factor * count) for layer, count in enumerate(desired)]
 
-    def order(factor: float, found: list[int]) -> list[float]:
-        pairs = zip(wished(factor), found, units.steps, strict=True)
-        return [(count - have) / step for count, have, step in pairs]
+    def order(factor: float, chosen: list[int]) -> list[float]:
+        return [(factor * count - have) / step for count, have, step in zip(desired, chosen, units.steps, strict=True)]
 
-    def bisect(fits: Callable[[float], bool]) -> float:
-        low, high = 1e-30, 1e30  # nothing, and everything, of any wish
-        for _ in range(64):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+    return _fill(units, total, propose, order, _largest_factor)
 
-    return _fill(units, total, propose, order, bisect)
+
+def _positive(counts: Sequence[float] | _Floats) -> _Floats:
+    """Counts above zero: a layer of which nothing is desired still takes part when the others are full."""
+    return np.maximum(np.asarray(counts, dtype=np.float64), 1e-12)
+
+
+def _largest_factor(fits: Callable[[float], bool]) -> float:
+    low, high = 1e-30, 1e30  # nothing, and everything, of any counts
+    for _ in range(64):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def scale_to(counts: Sequence[float] | _Floats, units: Units, total: int) -> _Floats:
     """Scale counts by one factor and clip them to their limits so that they cost the total; real numbers."""
-    wish = np.asarray(counts, dtype=np.float64)
     lower, upper = np.array(units.lower, dtype=np.float64), np.array(units.upper, dtype=np.float64)
     _check(units, total, units.spend(units.lower))
-    wish = np.maximum(wish, 1e-12)  # a wish of nothing still lets a layer take part when the others are full
+    desired, sizes = _positive(counts), np.array(units.sizes)
+
+    def clipped(factor: float) -> _Floats:
+        return np.asarray((factor * desired).clip(lower, upper))
+
     if not exact(units):
-        low, high = 1e-30, 1e30
-        for _ in range(64):
-            middle = math.sqrt(low * high)
-            cost, _ = units.slope((middle * wish).clip(lower, upper) / np.array(units.sizes))
-            low, high = (middle, high) if cost <= total else (low, middle)
-        return np.asarray((low * wish).clip(lower, upper))
+        return clipped(_largest_factor(lambda factor: units.slope(clipped(factor) / sizes)[0] <= total))
     # The clipped sum is piecewise linear in the factor, with a kink where a layer leaves or reaches a limit.
-    kinks = np.unique(np.concatenate([lower / wish, upper / wish]))
-    sums = np.array([(kink * wish).clip(lower, upper).sum() for kink in kinks])
+    kinks = np.unique(np.concatenate([lower / desired, upper / desired]))
+    sums = np.array([clipped(kink).sum() for kink in kinks])
     segment = int(np.searchsorted(sums, total))
     if segment == 0:
         return lower
     left, right = segment - 1, min(segment, len(kinks) - 1)
     rise = sums[right] - sums[left]
     share = (total - sums[left]) / rise if rise > 0 else 0.0
-    return np.asarray(((kinks[left] + share * (kinks[right] - kinks[left])) * wish).clip(lower, upper))
+    return clipped(kinks[left] + share * (kinks[right] - kinks[left]))
 
 
 def round_to(counts: _Floats, units: Units, total: int) -> list[int]:
@@ -104,8 +103,8 @@ def highest(scores: Sequence[_Floats], units: Units, total: int) -> list[int]:
         above = (len(layer) - int(np.searchsorted(layer, threshold)) for layer in ranked)
         return [_floored(units, layer, count) for layer, count in enumerate(above)]
 
-    def order(threshold: float, found: list[int]) -> list[float]:
-        following = (_next(units, layer, count) for layer, count in enumerate(found))
+    def order(threshold: float, chosen: list[int]) -> list[float]:
+        following = (_next(units, layer, count) for layer, count in enumerate(chosen))
         return [-1.0 if count is None else float(layer[-count]) for layer, count in zip(ranked, following, strict=True)]
 
     def bisect(fits: Callable[[float], bool]) -> float:

@@ -18,6 +18,5 @@ __all__ = [
     "rebuild",
     "removal",
     "remove_dead",
-    "spaces",
     "verify",
 ]

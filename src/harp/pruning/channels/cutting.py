@@ -6,15 +6,15 @@ description is plain data, so that the smaller network can be rebuilt from a fil
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from harp.errors import ModelError
 from harp.pruning.channels.attention import Attention
+from harp.pruning.channels.rebuild import shrink
 from harp.pruning.channels.spaces import Space
 from harp.pruning.channels.traces import Trace
 
@@ -65,21 +65,13 @@ class Cut:
     def apply(self, model: nn.Module) -> None:
         """Shrink a model in place; tensors that are shared stay shared."""
         self._check(model)
-        for name in self.swapped:
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, Attention.of(_attention(model, name)))
-        for name in self.added:
-            layer = model.get_submodule(name.rpartition(".")[0])
-            if getattr(layer, "bias", None) is None:
-                layer.bias = nn.Parameter(_weight(layer).new_zeros(_weight(layer).shape[0]))
-        small = self._slices(model)
-        for name, tensor in named_tensors(model):
-            if id(tensor) in small:
-                owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, small[id(tensor)])
-        for owner, numbers in self.sizes.items():
-            for attribute, number in numbers.items():
-                setattr(model.get_submodule(owner), attribute, number)
+        large = dict(named_tensors(model))
+        small = {name: self.slice(name, large[name].detach()) for name in self.kept if name in large}
+        added = [name for name in self.added if name not in large]
+        for name in added:
+            weight = name.removesuffix("bias") + "weight"
+            small[name] = large[weight].new_zeros(len(small.get(weight, large[weight])))
+        shrink(model, {**vars(self), "added": added}, small, Attention)
 
     def _check(self, model: nn.Module) -> None:
         """Raise an error for a model that the cut does not fit, before anything is changed."""
@@ -102,16 +94,6 @@ class Cut:
             if not isinstance(modules.get(name), nn.MultiheadAttention):
                 raise ModelError(f"the cut replaces {name!r}, which is no attention of this model")
 
-    def _slices(self, model: nn.Module) -> dict[int, Tensor]:
-        """The small tensors, by the ids of the large ones."""
-        slices: dict[int, Tensor] = {}
-        for name, tensor in named_tensors(model):
-            if name in self.kept and id(tensor) not in slices:
-                small = self.slice(name, tensor.detach())
-                is_parameter = isinstance(tensor, nn.Parameter)
-                slices[id(tensor)] = nn.Parameter(small, tensor.requires_grad) if is_parameter else small
-        return slices
-
     def applied(self, model: nn.Module, *, share: bool = False) -> nn.Module:
         """A smaller copy of a model; with `share` it uses the same tensors where their size does not change."""
         shared = {id(tensor): tensor for _, tensor in named_tensors(model) if share}
@@ -119,27 +101,10 @@ class Cut:
         self.apply(small)
         return small
 
-    def carry(self, optimizer: Optimizer, model: nn.Module, small: nn.Module) -> None:
-        """Let an optimiser of the model step the smaller network, and cut its state (momentum) accordingly."""
-        parameters = dict(small.named_parameters())
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter))
-                if name is None:
-                    continue  # not one of the model's
-                state = optimizer.state.pop(parameter, None)
-                group["params"][place] = parameters[name]
-                if state is not None:
-                    optimizer.state[parameters[name]] = {
-                        key: self.slice(name, value) if _is_like(value, parameter) else value
-                        for key, value in state.items()
-                    }
-
     def as_dict(self) -> dict[str, Any]:
         """The description as plain data."""
         kept = {name: {str(axis): indices for axis, indices in axes.items()} for name, axes in self.kept.items()}
-        return {"kept": kept, "sizes": self.sizes, "swapped": self.swapped, "shapes": self.shapes, "added": self.added}
+        return {**asdict(self), "kept": kept}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Cut":
@@ -163,62 +128,48 @@ def plan(model: nn.Module, trace: Trace, spaces: Sequence[Space], dead: Collecti
         stays = ~gone[roots]
         if not bool(stays.all()):
             kept.setdefault(site.name, {})[site.axis] = stays.nonzero().reshape(-1).tolist()
-    grouped = {use.name for use in trace.uses if use.reads is None}
     sizes: dict[str, dict[str, int]] = {}
-    swapped = []
+    swapped: dict[str, None] = {}
     for space in spaces:
         removed = sum(atom in dead for atom in space.atoms)
-        for (owner, attribute), share in space.numbers.items() if removed else ():
-            now = sizes.setdefault(owner, {}).get(attribute, getattr(model.get_submodule(owner), attribute))
-            sizes[owner][attribute] = now - share * removed
-        swapped += space.swaps if removed else []
-    before = dict(named_tensors(model))
-    cut = {id(before[name]): name for name in kept}
-    for alias, tensor in before.items():  # a shared tensor has several owners, and all of them store its size
-        if id(tensor) in cut:
+        if removed:
+            swapped.update(dict.fromkeys(space.swaps))
+            for (owner, attribute), share in space.numbers.items():
+                numbers = sizes.setdefault(owner, {})
+                before = numbers.get(attribute, getattr(model.get_submodule(owner), attribute))
+                numbers[attribute] = before - share * removed
+    tensors = dict(named_tensors(model))
+    cut = {id(tensors[name]): name for name in kept}
+    grouped = {use.name for use in trace.uses if isinstance(use.reads, int)}
+    for alias, tensor in tensors.items():  # a shared tensor has several owners, and all of them store its size
+        if name := cut.get(id(tensor)):
             owner, _, attribute = alias.rpartition(".")
-            name = cut[id(tensor)]
             numbers = _sizes(model.get_submodule(owner), attribute, kept[name], name in grouped)
             if numbers:
                 sizes.setdefault(owner, {}).update(numbers)
-    shapes = {name: list(before[name].shape) for name in kept}
-    return Cut(kept, sizes, list(dict.fromkeys(swapped)), shapes)
+    shapes = {name: list(tensors[name].shape) for name in kept}
+    return Cut(kept, sizes, list(swapped), shapes)
+
+
+_SIZES: list[tuple[tuple[type[nn.Module], ...], tuple[str, ...]]] = [  # the attribute that stores each axis's size
+    ((nn.modules.batchnorm._NormBase,), ("num_features",)),
+    ((nn.PReLU,), ("num_parameters",)),
+    ((nn.Linear,), ("out_features", "in_features")),
+    (_CONVOLUTIONS, ("out_channels", "in_channels")),
+    (_TRANSPOSED, ("in_channels", "out_channels")),
+]
 
 
 def _sizes(module: nn.Module, attribute: str, kept: Mapping[int, list[int]], grouped: bool) -> dict[str, int]:
     """The new values of a layer's attributes that depend on a tensor's shape."""
     left = {axis: len(indices) for axis, indices in kept.items()}
-    if isinstance(module, nn.modules.batchnorm._NormBase):
-        return {"num_features": left[0]}
-    if isinstance(module, nn.PReLU):
-        return {"num_parameters": left[0]}
-    if attribute != "weight":
+    if attribute != "weight" and not isinstance(module, nn.modules.batchnorm._NormBase):
         return {}
-    if isinstance(module, nn.Linear):
-        return {name: left[axis] for axis, name in ((0, "out_features"), (1, "in_features")) if axis in left}
     if isinstance(module, _CONVOLUTIONS) and grouped:
         groups = module.groups * left[0] // module.out_channels
         return {"groups": groups, "out_channels": left[0], "in_channels": module.in_channels // module.groups * groups}
-    if isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
-        names = ("in_channels", "out_channels") if isinstance(module, _TRANSPOSED) else ("out_channels", "in_channels")
-        return {name: left[axis] for axis, name in enumerate(names) if axis in left}
-    return {}
-
-
-def _attention(model: nn.Module, name: str) -> nn.MultiheadAttention:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.MultiheadAttention)  # `_check` has raised an error otherwise
-    return module
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return weight
+    names = next((names for kinds, names in _SIZES if isinstance(module, kinds)), ())
+    return {name: left[axis] for axis, name in enumerate(names) if axis in left}
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.pruning.channels import source_lines
-from harp.pruning.channels.atoms import Atoms
-from harp.pruning.channels.dry_run import tensors_of
-from harp.pruning.channels.labels import alike, along, core, tidy, varying
+from harp.pruning.channels.forward import running_line, tensors_of
+from harp.pruning.channels.labels import Atoms, alike, along, core, tidy, varying
+from harp.pruning.channels.operations import Call
 from harp.pruning.channels.traces import Site, Trace, Use
 
 
-class Records:
+class LabelledRun:
     """The labels of all tensors of a run.
 
     A record is a list of label tensors of the tensor's shape: one for an activation, one for each axis of a weight.
@@ -27,13 +26,11 @@ class Records:
         self.named: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.named.setdefault(id(tensor), (name, tensor))
-        self.parameters = {name for name, _ in model.named_parameters()}
-        self.records: dict[
-            int, tuple[Tensor, list[Tensor]]
-        ] = {}  # by id; the tensor is kept so that its id is not reused
-        self.origin: dict[
-            int, str
-        ] = {}  # the weight that a tensor is a view of; "computed" if it is computed from weights
+        self.parameters = dict(model.named_parameters())
+        # By id; the tensor is kept so that its id is not reused.
+        self.records: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        # The weight that a tensor is a view of; "computed" if it is computed from weights.
+        self.origin: dict[int, str] = {}
         self.axes: dict[tuple[str, int], Tensor] = {}
         self.reads: set[tuple[str, int]] = set()
         self.uses: list[Use] = []
@@ -70,7 +67,7 @@ class Records:
     def seen_all(self) -> bool:
         """Whether every weight was used."""
         seen = {name for name, _ in self.axes}
-        return all(name in seen or parameter.ndim < 2 for name, parameter in self.model.named_parameters())
+        return all(name in seen or parameter.ndim < 2 for name, parameter in self.parameters.items())
 
     def is_known(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on the input or is a weight."""
@@ -78,34 +75,29 @@ class Records:
             id(tensor) in self.named and tensor.is_floating_point() and bool(tensor.ndim)
         )
 
-    def record(self, tensor: Tensor) -> list[Tensor] | None:
-        """The labels of a tensor that depends on the input or is a weight; None for constants."""
-        if id(tensor) in self.records:
-            return self.records[id(tensor)][1]
-        if self.is_known(tensor):
+    def record(self, tensor: Tensor) -> list[Tensor]:
+        """The labels of a tensor that depends on the input or is a weight; empty for constants."""
+        if id(tensor) not in self.records:
+            if not self.is_known(tensor):
+                return []
             name = self.named[id(tensor)][0]
             wide = [axis for axis in range(tensor.ndim) if tensor.shape[axis] > 1] or [0]
             axes = [0, 1] if tensor.ndim == 2 else wide
-            labels = [along(self.axis(name, tensor, axis), axis, tensor.shape) for axis in axes]
-            self.records[id(tensor)] = (tensor, labels)
-            self.origin[id(tensor)] = name
-            return labels
-        return None
+            self.put(tensor, [along(self.axis(name, tensor, axis), axis, tensor.shape) for axis in axes], name)
+        return self.records[id(tensor)][1]
 
     def labels(self, tensor: Tensor) -> Tensor:
         """The labels of an activation or a vector; 0 for constants."""
-        record = self.record(tensor)
-        if record is None:
-            return alike(0, tensor.shape)
+        record = self.record(tensor) or [alike(0, tensor.shape)]
         return next((labels for labels in record if varying(labels)), record[0])
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a weight with more than one axis, or a view of one."""
-        return sum(bool(varying(labels)) for labels in self.record(tensor) or []) > 1
+        return sum(bool(varying(labels)) for labels in self.record(tensor)) > 1
 
     def is_matrix(self, tensor: Tensor) -> bool:
         """Whether a tensor is a matrix of weights, also if it has one row or column only."""
-        return len(self.record(tensor) or []) == 2
+        return len(self.record(tensor)) == 2
 
     def axis(self, name: str, tensor: Tensor, axis: int) -> Tensor:
         """The atoms of a weight's axis."""
@@ -113,22 +105,34 @@ class Records:
             self.axes[name, axis] = self.atoms.fresh(tensor.shape[axis])
         return self.axes[name, axis]
 
+    def put(self, tensor: Tensor, record: list[Tensor], origin: str | None = None) -> None:
+        """Set a tensor's record, and the weight that it is a view of."""
+        self.records[id(tensor)] = (tensor, record)
+        self.origin.pop(id(tensor), None)
+        if origin is not None:
+            self.origin[id(tensor)] = origin
+
     def give(self, tensor: Tensor, labels: Tensor) -> None:
         """Set an activation's labels."""
-        self.records[id(tensor)] = (tensor, [tidy(labels)])
-        self.origin.pop(id(tensor), None)
+        self.put(tensor, [tidy(labels)])
 
-    def void(self, tensors: Iterable[Tensor], reason: str) -> None:
-        """Label tensors that depend on the input but have no channels, with the reason."""
+    def void(self, tensors: Iterable[Tensor], reason: str) -> int:
+        """Label tensors that depend on the input but have no channels; return the label that stands for the reason."""
         self.voids.append(reason)
         for tensor in tensors:
             self.give(tensor, alike(-len(self.voids), tensor.shape))
+        return -len(self.voids)
 
     def lock(self, tensors: Iterable[Tensor], reason: str) -> None:
         """Lock all channels of these tensors."""
         for tensor in tensors:
-            for labels in self.record(tensor) or []:
+            for labels in self.record(tensor):
                 self.atoms.lock(core(labels), reason)
+
+    def block(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor], reason: str) -> None:
+        """Lock all channels of an operation's inputs; its outputs have no channels."""
+        self.lock(inputs, reason)
+        self.void(outputs, reason)
 
     def lock_beside(self, atoms: Tensor, partners: Tensor, where: str) -> None:
         """Lock atoms whose partner in an operation has no channels."""
@@ -137,19 +141,25 @@ class Records:
             reason = self.voids[-label - 1] if label < 0 else f"{where} takes a constant beside it"
             self.atoms.lock(atoms[unpaired & (partners == label)], reason)
 
-    def where(self, func: Any) -> str:
+    def unite(self, atoms: Tensor, partners: Tensor, where: str) -> None:
+        """Join atoms with their partners in an operation, and lock those whose partner has no channels."""
+        self.atoms.join(atoms, partners)
+        self.lock_beside(atoms, partners, where)
+
+    def where(self, call: Call) -> str:
         """An operation and the line of the model that calls it."""
-        return f"{func._schema.name.removeprefix('aten::')} at {source_lines.running(self.model)}"
+        return f"{call.name} at {running_line(self.model)}"
 
     def channels(self, tensor: Tensor, axis: int, where: str) -> Tensor:
         """The label of each index along an axis; all entries of an index are joined."""
         if self.is_weight(tensor):
             return torch.zeros(tensor.shape[axis], dtype=torch.long)
         labels = core(self.labels(tensor), keep=axis).movedim(axis, 0).reshape(tensor.shape[axis], -1)
-        leading = labels[:, 0].contiguous()
-        if labels.shape[1] > 1:
-            self.atoms.join(labels, leading[:, None].expand_as(labels))
-            least = labels.min(dim=1).values
-            self.lock_beside(labels, least[:, None].expand_as(labels), where)
-            leading = torch.where(least <= 0, least, leading)
-        return leading
+        return self.join_rows(labels, where)
+
+    def join_rows(self, labels: Tensor, where: str) -> Tensor:
+        """Join the atoms of each row; the label of each row, which is no atom if one of its entries is none."""
+        self.atoms.join(labels, labels[:, :1].expand_as(labels))
+        least = labels.min(dim=1).values
+        self.lock_beside(labels, least[:, None].expand_as(labels), where)
+        return torch.where(least <= 0, least, labels[:, 0])

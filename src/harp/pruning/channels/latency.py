@@ -9,11 +9,10 @@ sums, the interpreter) to the numbers that all layers write. This gives a tariff
 picoseconds for a batch, as prices are integers and one product of a small layer takes less than a nanosecond.
 
 It is a model of the machine: kernels work on blocks of channels, so the true time is a step function around the fitted
-one, and other work of the machine adds noise. `accuracy` compares predicted times with measured ones. For one image on
-one core, twelve random cuts of a ResNet18 were off by 4 % in the median and 13 % at most; time in proportion to FLOPs
-would have been off by 31 % and 90 %. A shared machine drifts by up to 25 % between measurements: mostly by a common
-factor, which does not change shares of a budget. Measured times are plain data and can be saved, so that a budget stays
-the same.
+one, and other work of the machine adds noise. For one image on one core, twelve random cuts of a ResNet18 were off by
+4 % in the median and 13 % at most; time in proportion to FLOPs would have been off by 31 % and 90 %. A shared machine
+drifts by up to 25 % between measurements: mostly by a common factor, which does not change shares of a budget. Measured
+times are plain data and can be saved, so that a budget stays the same.
 """
 
 import statistics
@@ -31,12 +30,12 @@ from torch import Tensor, nn
 from harp.errors import ModelError, RecipeError
 from harp.models.modes import evaluating, slow_attention
 from harp.pruning.channels.cutting import plan
-from harp.pruning.channels.spaces import Product, Space, tariff
+from harp.pruning.channels.prices import Product
+from harp.pruning.channels.spaces import Space
 from harp.pruning.channels.traces import Trace, Use
 
-WIDTHS = (1.0, 0.77, 0.55, 0.37, 0.23, 0.12)  # of 64, 128, ... channels these are no multiples of a kernel's block
-REPEATS = 15
 NOUN = "ps"
+_WIDTHS = (1.0, 0.77, 0.55, 0.37, 0.23, 0.12)  # of 64, 128, ... channels these are no multiples of a kernel's block
 _PICOSECONDS = 1e12
 _WARM_UP = 2
 _Floats = npt.NDArray[np.float64]
@@ -79,8 +78,7 @@ class Latency:
             place = self.places[use.name]
             speed = self.layers.get(place, self.rest)
             written = self.rest.per_result + (speed.per_result if place in self.layers else 0.0)
-            reads = use.fixed if use.reads is None else use.reads
-            yield Product(round(speed.per_product * use.kernel * use.positions), reads, use.gives)
+            yield Product(round(speed.per_product * use.kernel * use.positions), use.reads, use.gives)
             yield Product(round(written * use.positions), 1, use.gives)
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,8 +104,7 @@ def measure(
     spaces: Sequence[Space],
     *,
     batch: int = 1,
-    widths: Sequence[float] = WIDTHS,
-    repeats: int = REPEATS,
+    repeats: int = 15,
     clock: Clock | None = None,
 ) -> Latency:
     """Time a network's layers at several widths.
@@ -115,91 +112,63 @@ def measure(
     The time of one image (the default batch) is the response time of the network. On a device that processes many
     images in parallel it hardly depends on the channels: give the batch size that will be used there.
     """
-    if batch < 1 or repeats < 1 or len(widths) < 2 or not all(0 < width <= 1 for width in widths):
-        raise RecipeError(f"times of batch {batch}, {repeats} repeats, widths {list(widths)}: too few, or out of range")
-    stopwatch = _Stopwatch(example, batch, clock)
-    dead = [_cut_to(spaces, width) for width in widths]
+    if batch < 1 or repeats < 1:
+        raise RecipeError(f"times of batch {batch} with {repeats} repeats: both must be at least 1")
+    stopwatch = _Stopwatch(example[:1].expand(batch, *example.shape[1:]).contiguous(), clock or _clock(example.device))
+    dead = [
+        {atom for space in spaces for atom in space.atoms[max(1, round(width * len(space.atoms))) :]}
+        for width in _WIDTHS
+    ]
     nets = [plan(model, trace, spaces, atoms).applied(model, share=True).eval() for atoms in dead]
     places = stopwatch.places(nets, trace)
-    wholes, parts = stopwatch.times(nets, sorted(set(places.values()) - {""}), repeats)
-    groups: dict[str, list[Use]] = {name: [] for name in ["", *parts[0]]}
+    wholes, parts = stopwatch.medians(nets, sorted(set(places.values()) - {""}), repeats)
+    uses: dict[str, list[Use]] = {name: [] for name in ["", *parts[0]]}
     for use in trace.uses:
-        groups[places[use.name]].append(use)
-    removed = [torch.tensor(sorted(atoms), dtype=torch.long) for atoms in dead]
+        uses[places[use.name]].append(use)
+    left = [~trace.atoms.flags(atoms) for atoms in dead]
     layers = {}
     for name in parts[0]:
-        work = [_work(trace, groups[name], groups[name], atoms) for atoms in removed]
+        work = [_work(trace, uses[name], uses[name], alive) for alive in left]
         layers[name] = fitted(work, [times[name] for times in parts])
-    left = [max(0.0, whole - sum(times.values())) for whole, times in zip(wholes, parts, strict=True)]
-    rest = fitted([_work(trace, groups[""], trace.uses, atoms) for atoms in removed], left)
-    return Latency(layers, rest, places, batch)
+    rest = [max(0.0, whole - sum(times.values())) for whole, times in zip(wholes, parts, strict=True)]
+    return Latency(layers, fitted([_work(trace, uses[""], trace.uses, alive) for alive in left], rest), places, batch)
 
 
-@torch.no_grad()
-def accuracy(
-    model: nn.Module,
-    example: Tensor,
-    trace: Trace,
-    spaces: Sequence[Space],
-    latency: Latency,
-    counts: Sequence[Sequence[int]],
-    *,
-    repeats: int = REPEATS,
-    clock: Clock | None = None,
-) -> list[tuple[int, int]]:
-    """Predicted and measured picoseconds of networks that keep so many channels of each space."""
-    stopwatch = _Stopwatch(example, latency.batch, clock)
-    prices = tariff(trace, spaces, latency.products(trace))
-    nets = []
-    for kept in counts:
-        dead = {atom for space, count in zip(spaces, kept, strict=True) for atom in space.atoms[count:]}
-        nets.append(plan(model, trace, spaces, dead).applied(model, share=True).eval())
-    wholes, _ = stopwatch.times(nets, [], repeats)
-    return [(prices.exact(kept), round(whole)) for kept, whole in zip(counts, wholes, strict=True)]
-
-
+@dataclass(frozen=True)
 class _Stopwatch:
-    """Times of networks and of modules in them, for one batch."""
+    """Times of networks and of modules in them, for one batch, in picoseconds."""
 
-    def __init__(self, example: Tensor, batch: int, clock: Clock | None) -> None:
-        self.images = example[:1].expand(batch, *example.shape[1:]).contiguous()
-        self.clock = clock or _clock(example.device)
+    images: Tensor
+    clock: Clock
 
     def places(self, nets: Sequence[nn.Module], trace: Trace) -> dict[str, str]:
         """For each weight, the innermost module around it that is called; "" for none."""
-        names = {use.name: use.name.rpartition(".")[0] for use in trace.uses}
-        owners = sorted(set(names.values()) - {""})
-        called = set(owners).intersection(*(self._parts(net, owners) for net in nets))
-        places = {}
-        for weight, place in names.items():
+        places = {use.name: use.name.rpartition(".")[0] for use in trace.uses}
+        owners = sorted(set(places.values()) - {""})
+        called = set(owners).intersection(*(self._times(net, owners) for net in nets))
+        for weight, place in places.items():
             while place and place not in called:
                 place = place.rpartition(".")[0]
             places[weight] = place
         return places
 
-    def times(
-        self, nets: Sequence[nn.Module], names: Collection[str], repeats: int
+    def medians(
+        self, nets: Sequence[nn.Module], names: Sequence[str], repeats: int
     ) -> tuple[list[float], list[dict[str, float]]]:
         """Median times of each network and of its modules, in turns, so that all see the same load of the machine."""
         wholes: list[list[float]] = [[] for _ in nets]
         parts: list[list[dict[str, float]]] = [[] for _ in nets]
         for turn in range(_WARM_UP + repeats):
             for number, net in enumerate(nets):
-                whole, part = self._whole(net), self._parts(net, names) if names else {}
+                whole, part = self._times(net, [""])[""], self._times(net, names)
                 if turn >= _WARM_UP:
                     wholes[number].append(whole)
                     parts[number].append(part)
         medians = [{name: statistics.median(turn[name] for turn in turns) for name in names} for turns in parts]
         return [statistics.median(turns) for turns in wholes], medians
 
-    def _whole(self, net: nn.Module) -> float:
-        with evaluating(net), slow_attention():
-            start = self.clock()
-            net(self.images)
-            return (self.clock() - start) * _PICOSECONDS
-
-    def _parts(self, net: nn.Module, names: Collection[str]) -> dict[str, float]:
-        """The time in each module that is called, without the time in other timed modules inside it."""
+    def _times(self, net: nn.Module, names: Collection[str]) -> dict[str, float]:
+        """The time in each module that is called, without the time in other timed modules inside it; "" is the net."""
         times: dict[str, float] = {}
         inside: list[float] = []  # for each open call, the time of the timed calls within it
         starts: list[float] = []
@@ -245,30 +214,22 @@ def fitted(work: Sequence[tuple[int, int]], times: Sequence[float]) -> Speed:
     return Speed(*(float(number) for number in best / scales))
 
 
-def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], removed: Tensor) -> tuple[int, int]:
-    """The products of some uses and the results of others, for one image, without the removed channels."""
+def _work(trace: Trace, reading: Sequence[Use], writing: Sequence[Use], alive: Tensor) -> tuple[int, int]:
+    """The products of some uses and the results of others, for one image, of the channels that are left."""
 
-    def left(atoms: Tensor) -> int:
-        return int((~torch.isin(trace.atoms.find(atoms), removed)).sum())
+    def left(atoms: Tensor | int) -> int:
+        return atoms if isinstance(atoms, int) else int(alive[trace.atoms.find(atoms).clamp_min(0)].sum())
 
-    products = sum(
-        u.kernel * u.positions * left(u.gives) * (u.fixed if u.reads is None else left(u.reads)) for u in reading
-    )
+    products = sum(use.kernel * use.positions * left(use.gives) * left(use.reads) for use in reading)
     return products, sum(use.positions * left(use.gives) for use in writing)
-
-
-def _cut_to(spaces: Sequence[Space], width: float) -> set[int]:
-    """The channels that are removed when each space keeps the same share."""
-    return {atom for space in spaces for atom in space.atoms[max(1, round(width * len(space.atoms))) :]}
 
 
 def _clock(device: torch.device) -> Clock:
     """A clock that waits until the device has finished its work."""
-    if device.type == "cuda":
 
-        def now() -> float:
+    def now() -> float:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-            return time.perf_counter()
+        return time.perf_counter()
 
-        return now
-    return time.perf_counter
+    return now

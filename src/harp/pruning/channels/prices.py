@@ -1,4 +1,4 @@
-"""The cost of channels: the tariffs of FLOPs, MACs, parameters and memory.
+"""The cost of channels: FLOPs, MACs, parameters and memory, as functions of how many channels each space keeps.
 
 FLOPs        positions · gives · (2 · kernel · reads + 1) of every weight, as the paper counts them (a multiply-add
              is two, less one for the first sum, plus a bias and an activation)
@@ -8,28 +8,44 @@ memory       bytes of the parameters and of the layers' outputs for one image, i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
 
-from harp.pruning.channels.spaces import Product
-from harp.pruning.channels.traces import Site, Trace, Use
+from harp.pruning.channels.spaces import Space
+from harp.pruning.channels.traces import Site, Trace
 from harp.pruning.channels.tracing import trace
 
 _BYTES = 4
+_Integers = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A cost `price · (channels read) · (channels written)`; a side may be atoms or a fixed number."""
+
+    price: int
+    reads: Tensor | int
+    gives: Tensor | int
 
 
 def flops(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """FLOPs for one image."""
     for use in (*trace.uses, *trace.computed):
-        yield Product(2 * use.kernel * use.positions, _reads(use), use.gives)
+        yield Product(2 * use.kernel * use.positions, use.reads, use.gives)
         yield Product(use.positions, 1, use.gives)
 
 
 def macs(model: nn.Module, trace: Trace) -> Iterator[Product]:
     """Multiply-accumulates for one image."""
     for use in (*trace.uses, *trace.computed):
-        yield Product(use.kernel * use.positions, _reads(use), use.gives)
+        yield Product(use.kernel * use.positions, use.reads, use.gives)
 
 
 def parameters(model: nn.Module, trace: Trace) -> Iterator[Product]:
@@ -52,10 +68,6 @@ def memory(model: nn.Module, trace: Trace) -> Iterator[Product]:
         yield Product(_BYTES * use.positions, 1, use.gives)
 
 
-def _reads(use: Use) -> Tensor | int:
-    return use.fixed if use.reads is None else use.reads
-
-
 TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] = {
     "flops": (flops, "FLOPs"),
     "macs": (macs, "MACs"),
@@ -67,9 +79,53 @@ TARIFFS: dict[str, tuple[Callable[[nn.Module, Trace], Iterator[Product]], str]] 
 
 def price(model: nn.Module, example: Tensor, budget: str) -> int:
     """The cost of a whole network, including the channels that can't be pruned."""
-    products, _ = TARIFFS[budget]
-    return sum(p.price * _count(p.reads) * _count(p.gives) for p in products(model, trace(model, example)))
+    traced = trace(model, example)
+    return tariff(traced, [], TARIFFS[budget][0](model, traced)).exact([])
 
 
-def _count(side: Tensor | int) -> int:
-    return side if isinstance(side, int) else len(side)
+@dataclass(frozen=True)
+class Tariff:
+    """The cost as a function of the channel counts: a sum of products of two factors, each linear in the counts.
+
+    cost(n) = Σ_t price_t · (R n + r)_t · (G n + g)_t
+    """
+
+    prices: _Integers
+    reads: _Integers  # R, one row a product, one column a space
+    read: _Integers  # r
+    gives: _Integers
+    given: _Integers
+
+    def exact(self, counts: Sequence[int]) -> int:
+        """The cost of keeping so many channels of each space."""
+        n = np.asarray(counts, dtype=np.int64)
+        return int((self.prices * (self.reads @ n + self.read) * (self.gives @ n + self.given)).sum())
+
+    def slope(self, counts: _Floats) -> tuple[float, _Floats]:
+        """The cost at real counts, and its gradient."""
+        read, given = self.reads @ counts + self.read, self.gives @ counts + self.given
+        gradient = (self.prices * given) @ self.reads + (self.prices * read) @ self.gives
+        return float((self.prices * read * given).sum()), gradient
+
+    def soft(self, counts: Tensor) -> Tensor:
+        """The cost at real counts, for autograd."""
+        prices, reads, read, gives, given = (
+            torch.as_tensor(m, dtype=counts.dtype, device=counts.device)
+            for m in (self.prices, self.reads, self.read, self.gives, self.given)
+        )
+        return (prices * (reads @ counts + read) * (gives @ counts + given)).sum()
+
+
+def tariff(trace: Trace, prunable: Sequence[Space], products: Iterable[Product]) -> Tariff:
+    """The tariff of costs that are given over atoms: the same costs over the counts of the spaces."""
+    owner = {atom: number for number, space in enumerate(prunable) for atom in space.atoms}
+
+    def factor(side: Tensor | int) -> tuple[list[int], int]:
+        """The number of indices that one channel of each space takes, and the number that always stays."""
+        if isinstance(side, int):
+            return [0] * len(prunable), side
+        counts = Counter(owner.get(atom) for atom in trace.atoms.find(side).tolist())
+        return [counts[number] // len(space.atoms) for number, space in enumerate(prunable)], counts[None]
+
+    rows = [(product.price, *factor(product.reads), *factor(product.gives)) for product in products]
+    return Tariff(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))

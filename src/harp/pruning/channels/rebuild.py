@@ -9,6 +9,7 @@ and the attention modules that are replaced by the one in `attention.py` beside 
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,28 @@ def rebuild(model: nn.Module, folder: str | Path | None = None) -> nn.Module:
     place = Path(__file__).parent if folder is None else Path(folder)
     description = json.loads((place / "slim.json").read_text(encoding="utf-8"))
     tensors = load_file(place / "model.safetensors")
+    shrink(model, description, tensors, _attention(place) if description["swapped"] else None)
+    model.load_state_dict(tensors)
+    return model
+
+
+def shrink(model: nn.Module, description: Mapping[str, Any], tensors: Mapping[str, Any], attention: Any) -> None:
+    """Replace the tensors and sizes of `model` that a description names; tensors that are shared stay shared."""
     for name in description["swapped"]:
-        _put(model, name, _attention(place).of(model.get_submodule(name)))
+        _put(model, name, attention.of(model.get_submodule(name)))
     for name in description["added"]:
-        _put(model, name, nn.Parameter(tensors[name].clone()))
-    before = {name: tensor for name, tensor in _named(model) if name in description["shapes"]}
-    after: dict[int, Any] = {}
-    for name, tensor in before.items():
-        small = tensors[name].clone()
-        after.setdefault(id(tensor), nn.Parameter(small) if isinstance(tensor, nn.Parameter) else small)
-    for name, tensor in _named(model):  # shared tensors stay shared
-        if id(tensor) in after:
-            _put(model, name, after[id(tensor)])
+        _put(model, name, nn.Parameter(tensors[name]))
+    small: dict[int, Any] = {}
+    for name, tensor in _named(model):
+        if name in description["shapes"] and id(tensor) not in small:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            small[id(tensor)] = nn.Parameter(tensors[name], tensor.requires_grad) if is_parameter else tensors[name]
+    for name, tensor in _named(model):
+        if id(tensor) in small:
+            _put(model, name, small[id(tensor)])
     for owner, numbers in description["sizes"].items():
         for attribute, number in numbers.items():
             setattr(model.get_submodule(owner), attribute, number)
-    model.load_state_dict(tensors)
-    return model
 
 
 def _named(model: nn.Module) -> list[tuple[str, Any]]:

@@ -12,13 +12,12 @@ input, because all weights that compute it are pruned, can be made unread:
 
 When a channel is removed, the channels that it was computed from may become unread too, and so on.
 
-During training under fixed masks only the removal of unread channels is exact: they never get a gradient, while a
-constant channel changes with its norm.
+During training under fixed masks only the removal of unread channels is exact, see `compact.py`.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -27,10 +26,9 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.models.modes import evaluating
-from harp.pruning.channels.constant_values import Reading, readings
-from harp.pruning.channels.cutting import Cut, named_tensors, plan
-from harp.pruning.channels.spaces import Space
-from harp.pruning.channels.traces import Trace
+from harp.pruning.channels.constant_values import readings
+from harp.pruning.channels.cutting import Cut, named_tensors
+from harp.pruning.channels.spaces import Place
 from harp.pruning.channels.units import Channels
 from harp.pruning.channels.verify import difference
 from harp.pruning.masks import Masks, apply
@@ -39,6 +37,7 @@ from harp.system.seeds import derive
 TOLERANCE = 1e-5  # relative to the largest answer
 _IMAGES = 4  # random ones, on which the smaller network is checked
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+_REASONS = ("unread", "zero", "folded", "merged")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,8 @@ def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] |
     large = copy.deepcopy(model)
     apply(large, masks or {})
     example = example[:2].to(next(large.parameters()).device)
-    images = _images(example)
+    generator = torch.Generator().manual_seed(derive(0, "dead channels"))
+    images = torch.rand((_IMAGES, *example.shape[1:]), generator=generator).to(example)
     expected = _answer(large, images)
     search = _Search(large, example)
     search.run()
@@ -101,7 +101,6 @@ def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] |
         )
     weights = dict(small.named_parameters())
     names = search.units.masked if masks is None else masks
-    sizes = [sum(p.numel() for p in net.parameters()) for net in (model, small)]
     return Removed(
         small,
         {name: weights[name].detach() != 0 for name in names},
@@ -109,51 +108,8 @@ def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] |
         **{reason: Gone(search.channels[reason], search.weights[reason]) for reason in _REASONS},
         padded=search.padded,
         stuck=search.stuck,
-        parameters=(sizes[0], sizes[1]),
+        parameters=(_size(model), _size(small)),
     )
-
-
-def unread(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> Cut:
-    """The cut that removes the channels of a network that stay unread in training under fixed masks.
-
-    Weights without a mask count as not pruned. A model with weights that the trace did not see is refused, as they may
-    read any channel.
-    """
-    units = Channels(model, example)
-    names = {site.name for site in units.trace.sites}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and parameter.requires_grad and name not in names:
-            raise ModelError(f"weight {name!r} was not seen in use: what it reads in training can't be known")
-    places = _Places(units.trace, units.spaces)
-    alive = _alive(model, places.names, masks)
-    gone = torch.zeros(places.count, dtype=torch.bool)
-    while True:
-        dead = ~places.read(alive)
-        if torch.equal(dead, gone):
-            return places.cut(model, places.spare(gone))
-        gone = dead
-        places.clear_givers(alive, gone)
-
-
-def slim_for_training(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor]) -> tuple[nn.Module, Masks, Cut]:
-    """A smaller copy of a network to train under fixed masks, its masks, and what it keeps of the large one.
-
-    Each training step gives the same weights as in the large network, up to rounding, with any optimiser that updates
-    each weight independently. Dropout draws other random numbers for fewer channels.
-    """
-    cut = unread(model, example, masks)
-    return cut.applied(model), {name: cut.slice(name, mask) for name, mask in masks.items()}, cut
-
-
-@torch.no_grad()
-def spread_back(model: nn.Module, small: nn.Module, cut: Cut) -> None:
-    """Write the weights and statistics of the small network into the large one; the rest is not changed."""
-    tensors = [{**dict(net.named_parameters()), **dict(net.named_buffers())} for net in (model, small)]
-    for name, tensor in tensors[0].items():
-        tensor.copy_(cut.spread(name, tensors[1][name], tensor))
-
-
-_REASONS = ("unread", "zero", "folded", "merged")
 
 
 @torch.no_grad()
@@ -163,71 +119,8 @@ def _answer(model: nn.Module, images: Tensor) -> Tensor:
     return logits
 
 
-def _images(example: Tensor) -> Tensor:
-    """Random images of the example's shape."""
-    generator = torch.Generator().manual_seed(derive(0, "dead channels"))
-    return torch.rand((_IMAGES, *example.shape[1:]), generator=generator).to(example)
-
-
-def _alive(model: nn.Module, names: Collection[str], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A copy of the mask of each of these weights, all ones for weights without a mask."""
-    parameters = dict(model.named_parameters())
-    for name, mask in masks.items():
-        if name not in parameters or parameters[name].shape != mask.shape:
-            raise ModelError(f"no weight of shape {tuple(mask.shape)} called {name!r}: masks of another model?")
-    tensors = dict(named_tensors(model))
-    ones = {name: torch.ones_like(tensors[name], dtype=torch.bool) for name in names}
-    return {name: masks[name].clone() if name in masks else alive for name, alive in ones.items()}
-
-
-class _Places:
-    """The positions of channels along the axes of the weights that read them and of those that compute them."""
-
-    def __init__(self, trace: Trace, spaces: list[Space]) -> None:
-        self.trace, self.spaces = trace, spaces
-        self.atoms = [atom for space in spaces for atom in space.atoms]
-        self.count = len(self.atoms)
-        number = {atom: index for index, atom in enumerate(self.atoms)}
-        self.names = {use.name for use in trace.uses} | {site.name for site in trace.sites if site.reads}
-        self.readers: list[tuple[str, int, Tensor]] = []
-        self.givers: list[tuple[str, int, Tensor]] = []
-        for site, roots in zip(trace.sites, trace.roots, strict=True):
-            channels = torch.tensor([number.get(atom, -1) for atom in roots.tolist()])
-            if site.name in self.names and bool((channels >= 0).any()):
-                (self.readers if site.reads else self.givers).append((site.name, site.axis, channels))
-
-    def read(self, weights: Mapping[str, Tensor]) -> Tensor:
-        """Which channels are read by a weight that isn't zero."""
-        read = torch.zeros(self.count, dtype=torch.bool)
-        for name, axis, channels in self.readers:
-            read[channels[_nonzero(weights[name], axis) & (channels >= 0)]] = True
-        return read
-
-    def clear_givers(self, weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        """Set the weights that compute these channels to zero."""
-        self._clear(self.givers, weights, channels)
-
-    def clear_readers(self, weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        """Set the weights that read these channels to zero."""
-        self._clear(self.readers, weights, channels)
-
-    def _clear(self, places: list[tuple[str, int, Tensor]], weights: Mapping[str, Tensor], channels: Tensor) -> None:
-        for name, axis, channel_of in places:
-            indices = (channels[channel_of] & (channel_of >= 0)).nonzero().reshape(-1).to(weights[name].device)
-            weights[name].index_fill_(axis, indices, 0)
-
-    def cut(self, model: nn.Module, gone: Tensor) -> Cut:
-        """The cut that removes these channels."""
-        dead = {atom for atom, is_gone in zip(self.atoms, gone.tolist(), strict=True) if is_gone}
-        return plan(model, self.trace, self.spaces, dead)
-
-    def spare(self, gone: Tensor) -> Tensor:
-        """The channels to remove, without the first channel of each space that would be empty."""
-        spared, first = gone.clone(), 0
-        for space in self.spaces:
-            spared[first] &= not bool(gone[first : first + len(space.atoms)].all())
-            first += len(space.atoms)
-        return spared
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class _Search:
@@ -236,7 +129,7 @@ class _Search:
     def __init__(self, model: nn.Module, example: Tensor) -> None:
         self.model = model
         self.units = Channels(model, example)
-        self.places = _Places(self.units.trace, self.units.spaces)
+        self.places = self.units.places
         tensors = dict(named_tensors(model))  # a weight may be a buffer
         self.weights_of = {name: tensors[name].detach() for name in self.places.names}
         uses = Counter(use.name for use in self.units.trace.uses)
@@ -244,12 +137,10 @@ class _Search:
         self.readings = {
             name: of_weight for name, of_weight in readings(model, example).items() if len(of_weight) == uses[name]
         }
-        self.targets = {
-            name: target for name, of_weight in self.readings.items() if (target := self._target(name, of_weight))
-        }
-        self.gone = torch.zeros(self.places.count, dtype=torch.bool)
+        self.targets = {name: target for name in self.readings if (target := self._target(name))}
+        self.gone = self.places.none()
         self.biases: list[str] = []  # the new ones
-        self.reasons: list[str | None] = [None] * self.places.count
+        self.reasons: list[str | None] = [None] * len(self.gone)
         self.channels: Counter[str | None] = Counter()
         self.weights: Counter[str] = Counter()
         self.left = self._count()
@@ -259,10 +150,9 @@ class _Search:
         """Remove channels until none is left that can be removed."""
         while True:
             states = self._states()
-            removable = {reason: flags & ~self.gone for reason, flags in states.items() if reason in _REASONS}
-            removable["merged"] = torch.zeros_like(self.gone)
+            removable = {reason: states[reason] & ~self.gone for reason in ("unread", "zero", "folded")}
             if not any(bool(flags.any()) for flags in removable.values()):
-                removable["merged"] = self._merge(states["padded"] & ~self.gone)
+                removable = {"merged": self._merge(states["padded"] & ~self.gone)}
             reason = next((reason for reason, flags in removable.items() if bool(flags.any())), None)
             if reason is None:
                 break
@@ -274,7 +164,7 @@ class _Search:
 
     def cut(self) -> Cut:
         """The cut that removes the channels; new biases are cut like the rows of their weights."""
-        cut = self.places.cut(self.model, self.gone)
+        cut = self.units.without(self.gone)
         cut.added.extend(self.biases)
         for bias in self.biases:
             rows = cut.kept.get(bias.removesuffix("bias") + "weight", {}).get(0)
@@ -285,20 +175,21 @@ class _Search:
 
     def _states(self) -> dict[str, Tensor]:
         """Flags of all channels for each reason to remove them, and for each reason that a constant channel stays."""
-        read, varying, nonzero, padded, stuck = (torch.zeros(self.places.count, dtype=torch.bool) for _ in range(5))
-        for name, channels, used, of_weight in self._reads():
-            constant, zero = torch.zeros_like(used), torch.zeros_like(used)
+        read, varying, nonzero, padded, stuck = (self.places.none() for _ in range(5))
+        for place in self.places.readers:
+            of_weight = [reading for reading in self.readings.get(place.name, []) if reading.axis == place.axis]
+            used = place.nonzero(self.weights_of[place.name]) & (place.channels >= 0)
+            constant = zero = torch.zeros_like(used)
             if of_weight:
                 constant = torch.stack([reading.constant for reading in of_weight]).all(dim=0).cpu()
                 zero = constant & (torch.stack([reading.values for reading in of_weight]) == 0).all(dim=0).cpu()
-            here = used & (channels >= 0)
-            read[channels[here]] = True
-            varying[channels[here & ~constant]] = True
-            nonzero[channels[here & ~zero]] = True
-            if name not in self.targets:
-                stuck[channels[here & ~zero]] = True
-            elif not of_weight[0].bare:
-                padded[channels[here & ~zero]] = True
+            read[place.channels[used]] = True
+            varying[place.channels[used & ~constant]] = True
+            nonzero[place.channels[used & ~zero]] = True
+            if place.name not in self.targets:
+                stuck[place.channels[used & ~zero]] = True
+            elif self._pads(place):
+                padded[place.channels[used & ~zero]] = True
         constant = read & ~varying
         return {
             "unread": ~read,
@@ -308,18 +199,12 @@ class _Search:
             "stuck": constant & stuck,
         }
 
-    def _reads(self) -> Iterator[tuple[str, Tensor, Tensor, list[Reading]]]:
-        """For each reading weight: the channel of each index, whether its weights aren't zero, and the readings."""
-        for name, axis, channels in self.places.readers:
-            of_axis = [reading for reading in self.readings.get(name, []) if reading.axis == axis]
-            yield name, channels, _nonzero(self.weights_of[name], axis), of_axis
-
     def _remove(self, channels: Tensor, reason: str) -> None:
         """Set the weights of these channels to zero, and count what is removed for a reason."""
         if reason in ("folded", "merged"):
             self._fold(channels)
-        self.places.clear_readers(self.weights_of, channels)
-        self.places.clear_givers(self.weights_of, channels)
+        for place in (*self.places.readers, *self.places.givers):
+            place.clear(self.weights_of[place.name], channels)
         self.gone |= channels
         flags = channels.tolist()
         self.reasons = [reason if removed else old for old, removed in zip(self.reasons, flags, strict=True)]
@@ -332,18 +217,18 @@ class _Search:
 
     def _fold(self, channels: Tensor) -> None:
         """Add the values of constant channels to the biases of their readers, except of readers that pad."""
-        for name, axis, channel_of in self.places.readers:
-            device = self.weights_of[name].device
-            indices = (channels[channel_of] & (channel_of >= 0)).nonzero().reshape(-1).to(device)
-            if len(indices) and name in self.targets and self.readings[name][0].bare:
-                weight = self.weights_of[name].index_select(axis, indices).movedim(axis, 0).double()
-                values = self.readings[name][0].values[indices]
-                self._add(name, torch.tensordot(values, weight.reshape(*weight.shape[:2], -1).sum(dim=2), dims=1))
+        for place in self.places.readers:
+            indices = place.indices(channels).to(self.weights_of[place.name].device)
+            if len(indices) and place.name in self.targets and not self._pads(place):
+                weight = self.weights_of[place.name].index_select(place.axis, indices).movedim(place.axis, 0).double()
+                sums = weight.reshape(*weight.shape[:2], -1).sum(dim=2)
+                values = self.readings[place.name][0].values[indices]
+                self._add(place.name, torch.tensordot(values, sums, dims=1))
 
     def _merge(self, candidates: Tensor) -> Tensor:
         """Let one constant channel of each space replace others for the readers that pad; return the others."""
         merged = torch.zeros_like(candidates)
-        padding = [_Padding.of(*reader, self) for reader in self.places.readers if self._pads(reader[0])]
+        padding = [_Padding.of(place, self) for place in self.places.readers if self._pads(place)]
         for reader in padding:
             candidates = candidates & ~reader.several
         for space in torch.split(torch.arange(len(candidates)), self.units.sizes):
@@ -360,40 +245,35 @@ class _Search:
                 merged[channels[replaced]] = True
         return merged
 
-    def _pads(self, name: str) -> bool:
-        return name in self.targets and not self.readings[name][0].bare
+    def _pads(self, place: Place) -> bool:
+        return place.name in self.targets and not self.readings[place.name][0].bare
 
     def _add(self, name: str, constant: Tensor) -> None:
         """Add a constant to a weight's output at every position."""
         if not bool(constant.any()):
             return
-        target = self.targets[name]
-        owner, _, attribute = target.rpartition(".")
+        owner, _, attribute = self.targets[name].rpartition(".")
         module = self.model.get_submodule(owner)
-        tensor = getattr(module, attribute)
-        if tensor is None:
+        if getattr(module, attribute) is None:
             weight = self.weights_of[name]
-            tensor = nn.Parameter(torch.zeros(len(constant), dtype=weight.dtype, device=weight.device))
-            tensor.requires_grad_(dict(named_tensors(self.model))[name].requires_grad)
-            setattr(module, attribute, tensor)
-            self.biases.append(target)
+            bias = nn.Parameter(torch.zeros(len(constant), dtype=weight.dtype, device=weight.device))
+            setattr(module, attribute, bias.requires_grad_(self.model.get_parameter(name).requires_grad))
+            self.biases.append(self.targets[name])
         with torch.no_grad():
+            tensor = getattr(module, attribute)
             tensor.copy_(tensor.double() + (-constant if attribute == "running_mean" else constant))
 
-    def _target(self, name: str, of_weight: list[Reading]) -> str | None:
+    def _target(self, name: str) -> str | None:
         """The bias or running mean that can take a constant in a weight's output; None if there is no such tensor."""
+        first, *others = self.readings[name]
         owner, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        if (
-            len(of_weight) > 1
-            or not isinstance(module, _LAYERS)
-            or attribute != "weight"
-            or not self._is_single(module.weight)
-        ):
+        if others or not isinstance(module, _LAYERS) or attribute != "weight" or not self._is_single(module.weight):
             return None
+        bias = f"{owner}.bias".lstrip(".")
         if module.bias is None:
-            return of_weight[0].norm or (f"{owner}.bias".lstrip(".") if type(module) in _LAYERS else None)
-        return f"{owner}.bias".lstrip(".") if self._is_single(module.bias) else None
+            return first.norm or (bias if type(module) in _LAYERS else None)
+        return bias if self._is_single(module.bias) else None
 
     def _is_single(self, parameter: Tensor) -> bool:
         """Whether a parameter has one owner only."""
@@ -412,17 +292,17 @@ class _Padding:
     used: Tensor  # whether its weights for a channel aren't all zero
 
     @classmethod
-    def of(cls, name: str, axis: int, channel_of: Tensor, search: _Search) -> Self:
+    def of(cls, place: Place, search: _Search) -> Self:
         """A reader in the current state of the search."""
-        weight, reading, count = search.weights_of[name], search.readings[name][0], search.places.count
-        places = (channel_of >= 0).nonzero().reshape(-1)
-        index = torch.full((count,), -1)
-        index[channel_of[places]] = places
+        weight, reading = search.weights_of[place.name], search.readings[place.name][0]
+        indices = (place.channels >= 0).nonzero().reshape(-1)
+        used = search.places.none()
+        index = torch.full(used.shape, -1)
+        index[place.channels[indices]] = indices
         constants = torch.where(reading.constant, reading.values, 0.0).cpu()
-        used = torch.zeros(count, dtype=torch.bool)
-        used[channel_of[places[_nonzero(weight, axis)[places]]]] = True
-        several = torch.bincount(channel_of[places], minlength=count) > 1
-        return cls(weight, axis, index, several, torch.where(index >= 0, constants[index], 0.0), used)
+        used[place.read(weight)] = True
+        several = torch.bincount(place.channels[indices], minlength=len(used)) > 1
+        return cls(weight, place.axis, index, several, torch.where(index >= 0, constants[index], 0.0), used)
 
     def merge(self, others: Tensor, carrier: Tensor) -> None:
         """Add the weights of other channels to those of the carrier, times the ratio of their constants."""
@@ -433,9 +313,3 @@ class _Padding:
             added = torch.tensordot(ratios, weights.movedim(self.axis, 0).double(), dims=1)
             own = self.weight.select(self.axis, int(self.index[carrier]))
             own.copy_(own.double() + added)
-
-
-def _nonzero(weight: Tensor, axis: int) -> Tensor:
-    """Which indices of an axis have a weight that isn't zero."""
-    others = [other for other in range(weight.ndim) if other != axis]
-    return (weight != 0).any(dim=others).cpu()

@@ -1,4 +1,4 @@
-"""Channel spaces: sets of interchangeable channels, and the cost of keeping some of them.
+"""Channel spaces: sets of interchangeable channels, and their positions in weights.
 
 A space is a set of channels that the same weights compute and the same weights read, such as the stream of a residual
 stage or the hidden width of a block. Any of its channels may be pruned, so it is the "layer" of channel pruning. It has
@@ -8,18 +8,15 @@ A departure from HARP's authors, who give every layer a rate for its inputs (Res
 copy theirs): layers that read one stream share one rate here, 12 in ResNet18, so that pruned channels can be cut out.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from harp.pruning.channels.traces import Trace
-
-Matrix = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -46,25 +43,21 @@ class Whole:
 def spaces(trace: Trace) -> tuple[list[Space], list[Whole]]:
     """The channels that may be pruned, by space, and those that may not."""
     locked = trace.atoms.locked()
-    places: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))  # atom -> site -> number of indices
-    for number, site in enumerate(trace.sites):
-        for atom in trace.atoms.find(site.atoms).tolist():
-            places[atom][number] += 1
-    for number, part in enumerate(
-        _parts(trace), start=len(trace.sites)
-    ):  # the costs of atoms with the same sites may differ
-        for atom in trace.atoms.find(part).tolist():
-            places[atom][number] += 1
+    # Atoms of one space are equally often at every site, and at every use of a weight: so they cost the same.
+    used = [part for use in trace.uses for part in (use.gives, use.reads) if isinstance(part, Tensor)]
+    places: dict[int, Counter[int]] = {}
+    for number, labels in enumerate([*trace.roots, *(trace.atoms.find(part) for part in used)]):
+        for atom in labels.tolist():
+            places.setdefault(atom, Counter())[number] += 1
     by_signature: dict[tuple[tuple[int, int], ...], dict[int, None]] = {}
-    for site in trace.sites:  # in the order in which they are read
-        for atom in trace.atoms.find(site.atoms).tolist() if site.reads else ():
+    for site, roots in zip(trace.sites, trace.roots, strict=True):  # in the order in which they are read
+        for atom in roots.tolist() if site.reads else ():
             by_signature.setdefault(tuple(sorted(places[atom].items())), {})[atom] = None
     prunable, whole = [], []
-    for signature, members in by_signature.items():
+    for signature, atoms in by_signature.items():
         sites = [trace.sites[number] for number, _ in signature if number < len(trace.sites)]
         readers = list(dict.fromkeys(site.name for site in sites if site.reads))
         givers = [site.name for site in sites if not site.reads]
-        atoms = list(members)
         free = [atom for atom in atoms if atom not in locked]
         if free and givers:
             prunable.append(Space(readers[0], free, readers, givers))
@@ -72,14 +65,6 @@ def spaces(trace: Trace) -> tuple[list[Space], list[Whole]]:
             reason = next(locked[atom] for atom in atoms if atom in locked)
             whole.append(Whole(readers, len(atoms) - len(free), reason))
     return _with_unique_names(prunable), whole
-
-
-def _parts(trace: Trace) -> Iterator[Tensor]:
-    """The atoms that are written and read at each use of a weight."""
-    for use in trace.uses:
-        yield use.gives
-        if use.reads is not None:
-            yield use.reads
 
 
 def _with_unique_names(prunable: list[Space]) -> list[Space]:
@@ -94,69 +79,72 @@ def _with_unique_names(prunable: list[Space]) -> list[Space]:
     return named
 
 
-@dataclass(frozen=True)
-class Product:
-    """A cost `price · (channels read) · (channels written)`; a side may be atoms or a fixed number."""
+class Place(NamedTuple):
+    """One axis of a weight, and the number of the channel at each of its indices, -1 for none."""
 
-    price: int
-    reads: Tensor | int
-    gives: Tensor | int
+    name: str
+    axis: int
+    channels: Tensor
 
+    def nonzero(self, weight: Tensor) -> Tensor:
+        """The indices at which a weight or mask has an entry that isn't zero, as flags."""
+        return (weight != 0).movedim(self.axis, 0).flatten(1).any(dim=1).cpu()
 
-@dataclass(frozen=True)
-class Tariff:
-    """The cost as a function of the channel counts: a sum of products of two factors, each linear in the counts.
+    def at(self, flags: Tensor) -> Tensor:
+        """The flag of the channel at each index, false for none."""
+        channels = self.channels.to(flags.device)
+        return flags[channels] & (channels >= 0)
 
-    cost(n) = Σ_t price_t · (R n + r)_t · (G n + g)_t
-    """
+    def along(self, flags: Tensor, weight: Tensor) -> Tensor:
+        """The flag of the channel at each index, true for none, in a shape that can be broadcast to the weight's."""
+        return self.shaped(~self.at(~flags), weight)
 
-    prices: Matrix
-    reads: Matrix  # R, one row a product, one column a space
-    read: Matrix  # r
-    gives: Matrix
-    given: Matrix
+    def shaped(self, values: Tensor, weight: Tensor) -> Tensor:
+        """A value for each index, in a shape that can be broadcast to the weight's."""
+        return values.to(weight.device).reshape([-1 if axis == self.axis else 1 for axis in range(weight.ndim)])
 
-    def exact(self, counts: Sequence[int]) -> int:
-        """The cost of keeping so many channels of each space."""
-        n = np.asarray(counts, dtype=np.int64)
-        return int((self.prices * (self.reads @ n + self.read) * (self.gives @ n + self.given)).sum())
+    def indices(self, channels: Tensor) -> Tensor:
+        """The indices of flagged channels."""
+        return self.at(channels).nonzero().reshape(-1)
 
-    def slope(self, counts: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
-        """The cost at real counts, and its gradient."""
-        read, given = self.reads @ counts + self.read, self.gives @ counts + self.given
-        gradient = (self.prices * given) @ self.reads + (self.prices * read) @ self.gives
-        return float((self.prices * read * given).sum()), gradient
+    def clear(self, weight: Tensor, channels: Tensor) -> None:
+        """Set a weight's entries at flagged channels to zero."""
+        weight.index_fill_(self.axis, self.indices(channels).to(weight.device), 0)
 
-    def soft(self, counts: Tensor) -> Tensor:
-        """The cost at real counts, for autograd."""
-        prices, reads, read, gives, given = (
-            torch.as_tensor(m, dtype=counts.dtype, device=counts.device)
-            for m in (self.prices, self.reads, self.read, self.gives, self.given)
-        )
-        return (prices * (reads @ counts + read) * (gives @ counts + given)).sum()
+    def read(self, weight: Tensor) -> Tensor:
+        """The numbers of the channels at which a weight or mask has an entry that isn't zero."""
+        return self.channels[self.nonzero(weight) & (self.channels >= 0)]
 
 
-def tariff(trace: Trace, prunable: Sequence[Space], products: Iterable[Product]) -> Tariff:
-    """The tariff of costs that are given over atoms: the same costs over the counts of the spaces."""
-    owner = {atom: number for number, space in enumerate(prunable) for atom in space.atoms}
-    per_space = [len(space.atoms) for space in prunable]
-    rows = []
-    for product in products:
-        sides = [_side(trace, owner, per_space, side) for side in (product.reads, product.gives)]
-        rows.append((product.price, *sides[0], *sides[1]))
-    prices, reads, read, gives, given = zip(*rows, strict=True)
-    return Tariff(*(np.array(column, dtype=np.int64) for column in (prices, reads, read, gives, given)))
+class Places:
+    """The positions of the channels of all spaces, which are numbered in a row, along the axes of weights."""
 
+    def __init__(self, trace: Trace, prunable: Sequence[Space]) -> None:
+        self.sizes = [len(space.atoms) for space in prunable]
+        self.atoms = [atom for space in prunable for atom in space.atoms]
+        self.names = {use.name for use in trace.uses} | {site.name for site in trace.sites if site.reads}
+        self.readers: list[Place] = []
+        self.givers: list[Place] = []
+        number = {atom: index for index, atom in enumerate(self.atoms)}
+        for site, roots in zip(trace.sites, trace.roots, strict=True):
+            channels = torch.tensor([number.get(atom, -1) for atom in roots.tolist()])
+            if site.name in self.names and bool((channels >= 0).any()):
+                (self.readers if site.reads else self.givers).append(Place(site.name, site.axis, channels))
 
-def _side(trace: Trace, owner: Mapping[int, int], sizes: Sequence[int], side: Tensor | int) -> tuple[list[int], int]:
-    """The number of indices that one channel of each space takes, and the number that always stays."""
-    row = [0] * len(sizes)
-    if isinstance(side, int):
-        return row, side
-    fixed = 0
-    for atom in trace.atoms.find(side).tolist():
-        if atom in owner:
-            row[owner[atom]] += 1
-        else:
-            fixed += 1
-    return [total // size for total, size in zip(row, sizes, strict=True)], fixed
+    def none(self) -> Tensor:
+        """A flag for each channel of all spaces, all of them false."""
+        return torch.zeros(len(self.atoms), dtype=torch.bool)
+
+    def read(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Which channels are read by a weight (or mask) that isn't zero."""
+        read = self.none()
+        for place in self.readers:
+            read[place.read(weights[place.name])] = True
+        return read
+
+    def spare(self, gone: Tensor) -> Tensor:
+        """The channels to remove, without the first channel of each space that would be empty."""
+        parts = [part.clone() for part in torch.split(gone, self.sizes)]
+        for part in parts:
+            part[0] &= not bool(part.all())
+        return torch.cat(parts)

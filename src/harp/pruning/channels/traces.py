@@ -1,12 +1,12 @@
 """The trace of a model's channels: their positions in tensors, and the weights that read and compute them."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from harp.pruning.channels.atoms import Atoms
+from harp.pruning.channels.labels import Atoms
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,11 @@ class Site:
 class Use:
     """One application of a weight to one image: the atoms that it reads and writes, at a number of positions."""
 
-    name: str
+    name: str  # "" for a weight that is computed: it has a cost, and can't be pruned
     positions: int
     kernel: int  # weights for each pair of a channel read and a channel written
-    reads: Tensor | None  # None: a grouped convolution, where every output reads a fixed number of channels
+    reads: Tensor | int  # a number: each output of a grouped convolution reads so many channels
     gives: Tensor
-    fixed: int = 1  # channels that each output of a grouped convolution reads
 
 
 @dataclass(frozen=True)
@@ -38,11 +37,9 @@ class Trace:
     atoms: Atoms
     sites: list[Site]
     uses: list[Use]
-    computed: list[Use] = field(
-        default_factory=list
-    )  # of weights that are no parameters: they have a cost, and can't be pruned
-    placed: list[tuple[Tensor, str]] = field(default_factory=list)  # atoms whose position matters, and the operation
-    trains_more: bool = False  # whether some layers run in training only
+    computed: list[Use]  # of weights that are no parameters
+    placed: list[tuple[Tensor, str]]  # atoms whose position matters, and the operation
+    trains_more: bool  # whether some layers run in training only
 
     @cached_property
     def roots(self) -> list[Tensor]:

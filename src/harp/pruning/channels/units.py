@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError, RecipeError
 from harp.pruning.channels.cutting import Cut, plan
-from harp.pruning.channels.dry_run import untouched
+from harp.pruning.channels.forward import first_line, untouched
 from harp.pruning.channels.latency import NOUN, Latency, measure
-from harp.pruning.channels.prices import TARIFFS
-from harp.pruning.channels.spaces import Space, Tariff, Whole, spaces, tariff
+from harp.pruning.channels.prices import TARIFFS, Tariff, tariff
+from harp.pruning.channels.spaces import Places, Space, Whole, spaces
 from harp.pruning.channels.tracing import trace
-from harp.pruning.channels.verify import TOLERANCE, Trial, difference, first_line
+from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, limits, matches
 from harp.pruning.units import checked_total
@@ -75,9 +75,9 @@ class Channels:
         self.model, self.example = model, _fitting(model, example)
         example = self.example
         self.trace = trace(model, example)
-        found, self.whole = spaces(self.trace)
-        found = [space for space in found if not self._spared(space, ignore, whole_ends)]
-        self.spaces, failed = Trial(model, example, self.trace).survivors(found)
+        candidates, self.whole = spaces(self.trace)
+        candidates = [space for space in candidates if not self._spared(space, ignore, whole_ends)]
+        self.spaces, failed = Trial(model, example, self.trace).survivors(candidates)
         self.whole += failed
         if not self.spaces:
             reasons = "; ".join(dict.fromkeys(part.reason for part in self.whole))
@@ -91,20 +91,23 @@ class Channels:
         readers = [space.readers[0] for space in self.spaces]
         self.floors, self.ceilings, self.lower, self.upper = limits(readers, self.sizes, minimum, maximum, self.kind)
         self.steps = [min(multiple, size) for size in self.sizes]
-        self.tariff, self.noun = self._price(budget)
-        self.size = self.tariff.exact(self.sizes)
-        self._find_readers()
-
-    def _price(self, budget: str | Latency) -> tuple[Tariff, str]:
-        """What channels cost, and in what."""
+        self.places = Places(self.trace, self.spaces)
+        self.masked = [place.name for place in self.places.readers]
+        axes = {place.name: place.axis for place in reversed(self.places.readers)}
+        shapes = {name: model.get_parameter(name).shape for name in readers}
+        self.fans = [shapes[name][axes[name]] * math.prod(shapes[name][2:]) for name in readers]
         if budget == "latency":
-            budget = measure(self.model, self.example, self.trace, self.spaces)
+            budget = measure(model, example, self.trace, self.spaces)
+        self.latency = budget if isinstance(budget, Latency) else None
+        self.noun = NOUN if isinstance(budget, Latency) else TARIFFS[budget][1]
+        self.tariff = self.priced(budget)
+        self.size = self.tariff.exact(self.sizes)
+
+    def priced(self, budget: str | Latency) -> Tariff:
+        """What channels cost under a budget, this one or another."""
         if isinstance(budget, Latency):
-            self.latency: Latency | None = budget
-            return tariff(self.trace, self.spaces, budget.products(self.trace)), NOUN
-        self.latency = None
-        products, noun = TARIFFS[budget]
-        return tariff(self.trace, self.spaces, products(self.model, self.trace)), noun
+            return tariff(self.trace, self.spaces, budget.products(self.trace))
+        return tariff(self.trace, self.spaces, TARIFFS[budget][0](self.model, self.trace))
 
     def _spared(self, space: Space, ignore: Sequence[str], whole_ends: bool) -> bool:
         """Whether a space stays on request."""
@@ -115,26 +118,6 @@ class Channels:
         if reason:
             self.whole.append(Whole(space.readers, len(space.atoms), reason))
         return bool(reason)
-
-    def _find_readers(self) -> None:
-        """Where masks act: for each weight that reads, its axis and the unit of each index, -1 for none."""
-        unit, number = {}, 0
-        for space in self.spaces:
-            for atom in space.atoms:
-                unit[atom], number = number, number + 1
-        self.masked: list[str] = []
-        self.axes: list[int] = []
-        self._units: list[Tensor] = []
-        for site in self.trace.sites:
-            where = torch.tensor([unit.get(atom, -1) for atom in self.trace.atoms.find(site.atoms).tolist()])
-            if site.reads and bool((where >= 0).any()):
-                self.masked.append(site.name)
-                self.axes.append(site.axis)
-                self._units.append(where)
-        first = dict(zip(reversed(self.masked), reversed(self.axes), strict=True))
-        shapes = {name: self.model.get_parameter(name).shape for name in self.masked}
-        readers = [space.readers[0] for space in self.spaces]
-        self.fans = [shapes[name][first[name]] * math.prod(shapes[name][2:]) for name in readers]
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -157,11 +140,11 @@ class Channels:
 
     def counts(self, rates: Sequence[float]) -> list[int]:
         """The rounded number of channels of each space, within its limits."""
-        found = []
+        counts = []
         for rate, size, low, high, step in zip(rates, self.sizes, self.lower, self.upper, self.steps, strict=True):
             count = round(rate * size) if step == 1 else min(size, step * round(rate * size / step))
-            found.append(max(low, min(count, high)))
-        return found
+            counts.append(max(low, min(count, high)))
+        return counts
 
     def spend(self, counts: Sequence[int]) -> int:
         """The exact cost of keeping so many channels of each space."""
@@ -172,13 +155,8 @@ class Channels:
         return self.spend([int(alive.sum()) for alive in self.alive(masks)])
 
     def alive(self, masks: Mapping[str, Tensor]) -> list[Tensor]:
-        """For each space, which channels somebody reads under these masks."""
-        read = torch.zeros(sum(self.sizes), dtype=torch.bool)
-        for name, axis, where in zip(self.masked, self.axes, self._units, strict=True):
-            others = [other for other in range(masks[name].ndim) if other != axis]
-            any_left = masks[name].cpu().any(dim=others) if others else masks[name].cpu()
-            read[where[any_left & (where >= 0)]] = True
-        return list(torch.split(read, self.sizes))
+        """For each space, which channels are read under these masks."""
+        return list(torch.split(self.places.read(masks), self.sizes))
 
     def uniform_rate(self, total: int) -> float:
         """The rate of all spaces at which so much is spent."""
@@ -191,7 +169,7 @@ class Channels:
     def strength(self, values: Sequence[Tensor], order: int) -> list[Tensor]:
         """For each space, the norm of all that each of its channels is multiplied by."""
         sums = self._sum([value.detach().abs() ** order for value in values])
-        return [each ** (1 / order) for each in torch.split(sums, self.sizes)]
+        return [part ** (1 / order) for part in torch.split(sums, self.sizes)]
 
     def gather(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradient on a channel's mask: the sum over all that it masks."""
@@ -201,29 +179,29 @@ class Channels:
 
     def _sum(self, values: Sequence[Tensor | None]) -> Tensor:
         some = next(value for value in values if value is not None)
-        found = torch.zeros(sum(self.sizes) + 1, dtype=some.dtype, device=some.device)
-        for value, axis, where in zip(values, self.axes, self._units, strict=True):
+        sums = torch.zeros(sum(self.sizes) + 1, dtype=some.dtype, device=some.device)
+        for value, (_, axis, channels) in zip(values, self.places.readers, strict=True):
             if value is not None:
                 others = [other for other in range(value.ndim) if other != axis]
-                found.index_add_(0, (where % len(found)).to(some.device), value.sum(dim=others))
-        return found[:-1]  # the last one took in what belongs to no unit
+                sums.index_add_(0, (channels % len(sums)).to(some.device), value.sum(dim=others))
+        return sums[:-1]  # the last one is of entries that belong to no channel
 
     def expand(self, masks: Sequence[Tensor]) -> Masks:
         """Mask the input channels of every weight that reads the spaces."""
-        alive = torch.cat([*(mask.reshape(-1) for mask in masks), masks[0].new_ones(1)])
-        found: Masks = {}
-        for name, weight, axis, where in zip(self.masked, self.weights, self.axes, self._units, strict=True):
-            row = alive[(where % len(alive)).to(alive.device)]
-            shape = [-1 if other == axis else 1 for other in range(weight.ndim)]
-            mask = row.reshape(shape).expand(weight.shape)
-            found[name] = (found[name] & mask if name in found else mask).clone()
-        return found
+        alive = torch.cat([mask.reshape(-1) for mask in masks])
+        expanded: Masks = {}
+        for place, weight in zip(self.places.readers, self.weights, strict=True):
+            mask = place.along(alive, weight).expand(weight.shape)
+            expanded[place.name] = (expanded[place.name] & mask if place.name in expanded else mask).clone()
+        return expanded
 
     def cut(self, masks: Mapping[str, Tensor]) -> Cut:
-        """What is left when the channels go that nobody reads."""
-        alive = self.alive(masks)
-        atoms = [atom for space in self.spaces for atom in space.atoms]
-        dead = {atom for atom, stays in zip(atoms, torch.cat(alive).tolist(), strict=True) if not stays}
+        """What is left without the channels that no weight reads."""
+        return self.without(~self.places.read(masks))
+
+    def without(self, gone: Tensor) -> Cut:
+        """What is left without these channels; one flag for each channel of all spaces."""
+        dead = {atom for atom, is_gone in zip(self.places.atoms, gone.tolist(), strict=True) if is_gone}
         return plan(self.model, self.trace, self.spaces, dead)
 
     @torch.no_grad()

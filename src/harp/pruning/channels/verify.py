@@ -1,12 +1,13 @@
-"""A trial cut: what tracing promises is tried on the model itself before anybody relies on it.
+"""Verification: the channels that tracing has found are cut out of a copy of the model before they count as prunable.
 
 Channels of every space are cut out of a copy with shaken weights, and its answer must be that of a copy in which they
 are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with the
-line of the model where it failed. Where a module remembers a number that should shrink along (the number of attention
-heads), that is found here as well, by trying.
+line of the model where it failed. A number that a module stores and that should shrink too (the number of attention
+heads) is found here as well, by trying.
 
-A cut that passes once could pass by luck, so there are four. Every channel goes in one of the first two, which keep
-other numbers of channels in every space; in the others every second space keeps a single channel, and the rest all.
+A cut that passes once could pass by luck, so there are four. Every channel is removed in one of the first two, which
+keep different numbers of channels in every space; in the others every second space keeps a single channel, and the
+rest all.
 """
 
 import copy
@@ -20,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.pruning.channels import source_lines
 from harp.pruning.channels.cutting import plan
-from harp.pruning.channels.dry_run import tensors_of, training, untouched
+from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training, untouched
 from harp.pruning.channels.spaces import Space, Whole
 from harp.pruning.channels.traces import Trace
 
@@ -36,7 +36,7 @@ class Trial:
 
     def __init__(self, model: nn.Module, example: Tensor, trace: Trace) -> None:
         self.trace = trace
-        self.passed: list[Space] = []  # what went well last
+        self.passed: list[Space] = []  # the spaces of the last cuts that passed
         self.model = shaken(model)
         generator = torch.Generator().manual_seed(0)
         like = next(p for p in self.model.parameters() if p.is_floating_point())
@@ -52,47 +52,47 @@ class Trial:
             calibrate(self.model, self.images)
         return _finite(self._ask(self.model))
 
-    def survivors(self, found: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
-        """The spaces that can be cut, some of them with numbers that go along, and those that can't."""
-        good, whole = self._halve([space for space in found if len(space.atoms) > 1])
-        while good != self.passed and (reason := self.failure(good)):  # halves are fine: leave out what spoils them
+    def survivors(self, spaces: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
+        """The spaces that can be cut, with the numbers that shrink with them, and those that can't."""
+        good, whole = self._halve([space for space in spaces if len(space.atoms) > 1])
+        while good != self.passed and (reason := self.failure(good)):  # halves pass: leave out what fails with others
             low, high = 0, len(good)  # the first `low` pass together, the first `high` don't
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if self.failure(good[:middle]) else (middle, high)
             whole.append(_whole(good.pop(high - 1), reason))
-        singles = [_whole(space, "one channel, which must stay") for space in found if len(space.atoms) == 1]
-        order = {space.name: number for number, space in enumerate(found)}
+        singles = [_whole(space, "one channel, which must stay") for space in spaces if len(space.atoms) == 1]
+        order = {space.name: number for number, space in enumerate(spaces)}
         return self._needed(sorted(good, key=lambda space: order[space.name])), [*whole, *singles]
 
-    def _halve(self, found: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
-        reason = self.failure(found) if found else None
+    def _halve(self, spaces: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
+        """Try the spaces together, then with more stored numbers, then in two parts."""
+        reason = self.failure(spaces) if spaces else None
         if reason is None:
-            return list(found), []
-        for mended in self._mended(found):
-            if self.failure(mended) is None:
+            return list(spaces), []
+        for widths_too in (False, True):
+            mended = [self._with_numbers(space, widths_too) for space in spaces]
+            if any(space.numbers or space.swaps for space in mended) and self.failure(mended) is None:
                 return mended, []
-        if len(found) == 1:
-            return [], [_whole(found[0], reason)]
-        suspects = [space for space in found if self._is_suspect(space, reason)]
-        rest = [space for space in found if space not in suspects]
+        if len(spaces) == 1:
+            return [], [_whole(spaces[0], reason)]
+        suspects = [space for space in spaces if self._is_suspect(space, reason)]
+        rest = [space for space in spaces if space not in suspects]
         if not suspects or not rest:
-            suspects, rest = list(found[: len(found) // 2]), list(found[len(found) // 2 :])
+            suspects, rest = list(spaces[: len(spaces) // 2]), list(spaces[len(spaces) // 2 :])
         (good, whole), (more, others) = self._halve(rest), self._halve(suspects)
         return [*good, *more], [*whole, *others]
 
     def _is_suspect(self, space: Space, reason: str) -> bool:
-        """Whether the line that a reason names treats channels of a space by where they lie."""
-        own = self.trace.atoms.flags(space.atoms)
-        places = [atoms for atoms, where in self.trace.placed if where.rpartition(" at ")[2] in reason]
-        return any(bool(own[self.trace.atoms.find(atoms).clamp_min(0)].any()) for atoms in places)
+        """Whether the line that a reason names treats channels of a space by their positions."""
+        return any(where.rpartition(" at ")[2] in reason for where in self._placing(space.atoms))
 
-    def _mended(self, found: Sequence[Space]) -> Iterator[list[Space]]:
-        """The spaces with more and more of the numbers that their modules seem to remember."""
-        for widths_too in (False, True):
-            mended = [self._with_numbers(space, widths_too) for space in found]
-            if any(space.numbers or space.swaps for space in mended):
-                yield mended
+    def _placing(self, atoms: Sequence[int]) -> Iterator[str]:
+        """The operations that treat some of these atoms by their positions."""
+        own = self.trace.atoms.flags(atoms)
+        for placed, where in self.trace.placed:
+            if bool(own[self.trace.atoms.find(placed).clamp_min(0)].any()):
+                yield where
 
     def _with_numbers(self, space: Space, widths_too: bool) -> Space:
         names = [name.rpartition(".")[0] for name in [*space.readers, *space.givers]]
@@ -110,7 +110,7 @@ class Trial:
         return replace(space, numbers=numbers, swaps=swaps)
 
     def _needed(self, good: list[Space]) -> list[Space]:
-        """The spaces without the numbers that only happen to be equal to a count of theirs."""
+        """The spaces without the numbers that are equal to a count of theirs by chance."""
         for attribute in sorted({attribute for space in good for _, attribute in space.numbers}):
             fewer = [replace(s, numbers={k: v for k, v in s.numbers.items() if k[1] != attribute}) for s in good]
             good = good if self.failure(fewer) else fewer
@@ -118,22 +118,24 @@ class Trial:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def failure(self, found: Sequence[Space]) -> str | None:
+    def failure(self, spaces: Sequence[Space]) -> str | None:
         """Why these spaces can't be cut together; None if they can."""
-        for number, dead in enumerate(_deaths(found)):
+        for number, dead in enumerate(_deaths(spaces)):
             try:
                 with restored(self.model):
-                    plan(self.model, self.trace, found, dead).apply(self.model)
+                    plan(self.model, self.trace, spaces, dead).apply(self.model)
                     answer = self._ask(self.model)
                     if self.trace.trains_more and number == 0:
                         self._ask(self.model, in_training=True)
-            except Exception as error:  # forward may do anything
-                return f"{source_lines.failing(self.model, error)}: {first_line(error)}"
+            except Exception as error:  # a model's forward may raise any error
+                return f"{failing_line(self.model, error)}: {first_line(error)}"
             with masked(self.model, self.trace, dead):
                 expected = self._ask(self.model)
             if not difference(answer, expected) <= TOLERANCE:
-                return self._suspicion(found)
-        self.passed = list(found)
+                where = next(self._placing([atom for space in spaces for atom in space.atoms]), None)
+                cause = f": {where} counts on its place among the others" if where else ""
+                return f"without it the answer changes{cause}"
+        self.passed = list(spaces)
         return None
 
     @torch.no_grad()
@@ -143,30 +145,31 @@ class Trial:
                 training(net)
             return net(self.images.clone())
 
-    def _suspicion(self, found: Sequence[Space]) -> str:
-        """What is known of a cut that changes the answer."""
-        own = self.trace.atoms.flags([atom for space in found for atom in space.atoms])
-        for placed, where in self.trace.placed:
-            if bool(own[self.trace.atoms.find(placed).clamp_min(0)].any()):
-                return f"without it the answer changes: {where} counts on its place among the others"
-        return "without it the answer changes"
 
-
-def _deaths(found: Sequence[Space]) -> Iterator[set[int]]:
-    """Which atoms go in each of the cuts."""
+def _deaths(spaces: Sequence[Space]) -> Iterator[set[int]]:
+    """The atoms that are removed in each of the cuts."""
     generator = torch.Generator().manual_seed(0)
-    order = [[space.atoms[i] for i in torch.randperm(len(space.atoms), generator=generator)] for space in found]
+    order = [[space.atoms[i] for i in torch.randperm(len(space.atoms), generator=generator)] for space in spaces]
     counts = [1 + int(torch.randint(len(atoms) - 1, (), generator=generator)) for atoms in order]
     yield {atom for atoms, count in zip(order, counts, strict=True) for atom in atoms[count:]}
     yield {atom for atoms, count in zip(order, counts, strict=True) for atom in atoms[:count]}
-    for parity in range(min(2, len(found))):
+    for parity in range(min(2, len(spaces))):
         yield {atom for atoms in order[parity::2] for atom in atoms[1:]}
 
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Give a model back all that its modules held, whatever is done to it in between."""
-    before = [(module, {name: _held(value) for name, value in vars(module).items()}) for module in model.modules()]
+    """Restore all attributes of a model's modules at the end."""
+    before = [
+        (
+            module,
+            {
+                name: copy.copy(value) if isinstance(value, (list, dict)) else value
+                for name, value in vars(module).items()
+            },
+        )
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
@@ -177,7 +180,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def masked(model: nn.Module, trace: Trace, dead: set[int]) -> Iterator[None]:
-    """Let nobody read the dead channels for a while."""
+    """Set the weights that read the dead channels to zero, and restore them at the end."""
     gone = trace.atoms.flags(dead)
     before: dict[str, Tensor] = {}
     for site, roots in zip(trace.sites, trace.roots, strict=True):
@@ -195,7 +198,7 @@ def masked(model: nn.Module, trace: Trace, dead: set[int]) -> Iterator[None]:
 
 def difference(answer: Any, expected: Any) -> float:
     """How far two answers of a model are apart, relative to the largest entry; infinite if they are of other shapes."""
-    ours, theirs = ([t for t in tensors_of(each) if t.is_floating_point() and t.numel()] for each in (answer, expected))
+    ours, theirs = ([t for t in tensors_of(a) if t.is_floating_point() and t.numel()] for a in (answer, expected))
     if [leaf.shape for leaf in ours] != [leaf.shape for leaf in theirs]:
         return float("inf")
     gaps = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in zip(ours, theirs, strict=True)]
@@ -205,43 +208,39 @@ def difference(answer: Any, expected: Any) -> float:
 def copied(model: nn.Module) -> nn.Module:
     """A copy, in 32 bit where the model has fewer."""
     try:
-        made = copy.deepcopy(model)
+        twin = copy.deepcopy(model)
     except Exception as error:  # modules may hold anything
         raise ModelError(f"{type(model).__name__} can't be copied: {first_line(error)}") from error
-    small = any(p.dtype in (torch.float16, torch.bfloat16) for p in made.parameters())
-    return made.float() if small else made
+    small = any(p.dtype in (torch.float16, torch.bfloat16) for p in twin.parameters())
+    return twin.float() if small else twin
 
 
 @torch.no_grad()
 def shaken(model: nn.Module) -> nn.Module:
-    """A copy in eval mode whose weights are off by a little, so that no branch is silent, as fresh ones can be."""
-    made = copied(model).eval()
+    """A copy in eval mode with a little noise on all weights, so that no branch is silent, as fresh ones can be."""
+    twin = copied(model).eval()
     generator = torch.Generator().manual_seed(0)
-    noise, used = torch.randn(_NOISE, generator=generator), 0
-    for tensor in made.parameters():
+    noise = torch.randn(1_000_003, generator=generator)  # a prime: no two rows of a large weight get the same
+    for tensor in twin.parameters():
         if tensor.is_floating_point() and tensor.numel():
             spread = max(0.3 * float(tensor.std(correction=0)), 0.02)
-            values, done = tensor.contiguous().view(-1), 0
-            while done < len(values):
-                count = min(len(values) - done, _NOISE - used)
-                values[done : done + count].add_(noise[used : used + count].to(values), alpha=spread)
-                done, used = done + count, (used + count) % _NOISE
-            tensor.copy_(values.view(tensor.shape))
-    for module in made.modules():
-        if not isinstance(module, nn.modules.batchnorm._NormBase):
-            continue
+            values = noise.repeat(-(-tensor.numel() // len(noise)))[: tensor.numel()]
+            tensor.add_(values.view(tensor.shape).to(tensor), alpha=spread)
+            noise = noise.roll(-tensor.numel())
+    for module in _norms(twin):
         if module.running_mean is not None and module.running_var is not None:
             drawn = torch.rand(2, module.num_features, generator=generator).to(module.running_var)
             module.running_mean.add_(0.2 * drawn[0] - 0.1)
             module.running_var.mul_(0.75 + 0.5 * drawn[1])
-    return made
+    return twin
 
 
-_NOISE = 1_000_003  # numbers drawn, over and over; a prime, so that no two rows of a large weight get the same
+def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+    return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
 
 
 def calibrate(model: nn.Module, images: Tensor) -> None:
-    """Rescale layers and norms so that what they give varies by about one.
+    """Rescale layers and norms so that their outputs vary by about one.
 
     Otherwise signals vanish in deep networks with fresh weights, and a wrong cut would not be seen.
     """
@@ -255,7 +254,7 @@ def calibrate(model: nn.Module, images: Tensor) -> None:
 
 
 def _rescale(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
-    """Scale a layer's weight, shrink a large bias; or set a norm's statistics to those of the batch."""
+    """Scale a layer's weight and shrink a large bias; or set a norm's statistics to those of the batch."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         if module.running_mean is None or module.running_var is None:
             return None
@@ -291,14 +290,5 @@ def _finite(answer: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in tensors_of(answer))
 
 
-def _held(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
-
-
 def _whole(space: Space, reason: str) -> Whole:
     return Whole(space.readers, len(space.atoms), reason)
-
-
-def first_line(error: Exception) -> str:
-    """An error in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
