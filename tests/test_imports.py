@@ -131,7 +131,7 @@ def test_pruning_methods_do_not_know_each_others_files_except_what_they_build_on
         "harp": {"hydra"},
         "tandem": {"harp"},
         "hydra": {"s2ap"},
-        "anp": {"beta_bernoulli", "_standardised"},
+        "anp": {"beta_bernoulli"},
         "mad": {"_kfac"},
     }
     for path in (SOURCE / "pruning" / "methods").glob("*.py"):

@@ -15,7 +15,7 @@ from harp.attacks import Ball, Pgd
 from harp.errors import ModelError, RecipeError
 from harp.pruning import masks as mask_ops
 from harp.pruning.methods import AnpVs, Plan
-from harp.pruning.methods._standardised import CrippledPgd, Standardised, standardise
+from harp.pruning.methods.anp import CrippledPgd, Standardised, outputs_of, standardise
 from harp.pruning.methods.beta_bernoulli import ALPHA, Gate, divergence, expected_pi, sample_log_pi
 from harp.pruning.units import Weights
 from harp.training.loop import fit
@@ -144,7 +144,7 @@ def test_each_parameter_gets_the_gradient_of_its_own_loss(case: str) -> None:
     for images in (x, x_adv):
         for gate, masks in zip(gates(pruner), drawn, strict=True):
             gate.record, gate.replay = None, iter(masks)
-        with objective.watch() as features:
+        with outputs_of(pruner.watched()) as features:
             passes.append((F.cross_entropy(model(images), y), features))
     (clean, before), (adversarial, after) = passes
     shift = sum((b - a).abs().mean() for a, b in zip(before, after, strict=True)) / len(before)
@@ -171,10 +171,10 @@ def test_without_an_attack_there_is_no_vulnerability_for_both_passes_share_their
 
 def test_the_features_are_what_activations_give_and_hidden_linear_layers_before_them() -> None:
     model, pruner = built("conv")
-    watched = pruner.wrap(Natural()).watched
+    watched = pruner.watched()
     assert watched == [model.features[2], model.features[6], model.classifier[1], model.classifier[0]]
     model, pruner = built("residual")  # whose activations are no modules
-    assert pruner.wrap(Natural()).watched == [model.stem, model.conv1, model.conv2, model.shortcut]
+    assert pruner.watched() == [model.stem, model.conv1, model.conv2, model.shortcut]
 
 
 def test_the_divergence_is_weighed_by_the_images_of_an_epoch_and_the_step_is_adams() -> None:

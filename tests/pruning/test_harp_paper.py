@@ -143,7 +143,7 @@ def test_gamma_follows_the_papers_figure() -> None:
 def spend(pruner: Harp, factor: float) -> None:
     """Shift all quotas until the soft rates spend so many times the budget."""
     with torch.no_grad():
-        pruner.quotas += pruner._balance(factor * pruner.total)
+        pruner.quotas += pruner.balance(factor * pruner.total)
     assert float(pruner.units.cost(pruner.rates().detach())) == pytest.approx(factor * pruner.total, rel=1e-4)
 
 

@@ -76,7 +76,7 @@ def test_the_budget_falls_in_even_factors_at_any_length(keep: float, steps: int)
     found = []
     for done in (0, steps / 4, steps / 2, steps):
         pruner.done = done
-        pruner._follow_budget()
+        pruner.follow_budget()
         found.append(soft_cost(pruner) / pruner.total)
     most = min(8.0, units.size / pruner.total)
     assert found == pytest.approx([most, most**0.5, 1.0, 1.0], rel=0.01)
@@ -90,25 +90,25 @@ def test_a_dead_filter_does_not_move_the_quotas() -> None:
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(weight.shape, generator=generator) for weight in pruner.units.weights]
     wild = [gradient.clone() for gradient in plain]
-    layer = pruner._kept[1]
+    layer = pruner.kept[1]
     layer[3] = False  # a filter with nothing left
     wild[1][3] = 1e6
-    worth = [pruner._worth(gradients) for gradients in (plain, wild)]
+    worth = [pruner.worth(gradients) for gradients in (plain, wild)]
     assert torch.equal(*worth)
     wild[1][4][~layer[4]] = 1e6  # of a living one it is
-    assert layer[4].any() and not torch.equal(worth[0], pruner._worth(wild))
+    assert layer[4].any() and not torch.equal(worth[0], pruner.worth(wild))
 
 
 def test_a_kept_weight_does_not_move_the_quotas() -> None:
     pruner = Harp(Weights(cases.build("conv")), keep=0.1)
     pruner.trainable()
     pruner.start()
-    gradients = [torch.where(kept, 1e6, -2.0) for kept in pruner._kept]
-    assert pruner._worth(gradients).tolist() == pytest.approx([2.0] * 4), "the mean over pruned weights, turned"
+    gradients = [torch.where(kept, 1e6, -2.0) for kept in pruner.kept]
+    assert pruner.worth(gradients).tolist() == pytest.approx([2.0] * 4), "the mean over pruned weights, turned"
     gradients[2] = None
-    assert pruner._worth(gradients).tolist() == pytest.approx([2.0, 2.0, 0.0, 2.0])
-    pruner._kept[0].fill_(True)
-    assert float(pruner._worth(gradients)[0]) == 0, "a full layer can't keep more"
+    assert pruner.worth(gradients).tolist() == pytest.approx([2.0, 2.0, 0.0, 2.0])
+    pruner.kept[0].fill_(True)
+    assert float(pruner.worth(gradients)[0]) == 0, "a full layer can't keep more"
 
 
 @pytest.mark.parametrize("steps", [10, 60])
@@ -159,7 +159,7 @@ def test_one_wild_gradient_moves_a_quota_by_a_bounded_step() -> None:
             assert bool(torch.isfinite(score.grad).all())
             assert float(score.grad.norm()) <= float(score.detach().norm()) * (1 + 1e-4)
     halves = [torch.linspace(-1, 1, score.numel()).sign().view(score.shape) * 3e38 for score in pruner.scores]
-    assert bool(torch.isfinite(pruner._worth(halves)).all()), "sums of infinities of both signs"
+    assert bool(torch.isfinite(pruner.worth(halves)).all()), "sums of infinities of both signs"
 
 
 def test_layers_whose_pruned_weights_would_lower_the_loss_gain() -> None:
@@ -184,7 +184,7 @@ def test_the_answer_has_no_weight_without_a_use(method: Any) -> None:
     answer = pruner.masks()
     assert kept(answer) == pruner.total
     paths = Paths(model, x)
-    plain = largest(pruner.units, pruner._strengths(), [int(mask.sum()) for mask in answer.values()])
+    plain = largest(pruner.units, pruner.strengths(), [int(mask.sum()) for mask in answer.values()])
     assert kept(paths.useful(answer)) > kept(paths.useful(plain)), "the strongest alone waste some"
 
 

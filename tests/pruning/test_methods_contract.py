@@ -225,7 +225,7 @@ def test_strategies_decide_the_counts(strategy: str) -> None:
     rates = (started.rates() * torch.tensor(units.sizes)).tolist()
     clipped = [
         n * (float(low) + 0.99 * float(span))
-        for n, low, span in zip(units.sizes, started._low, started._span, strict=True)
+        for n, low, span in zip(units.sizes, started.low, started.span, strict=True)
     ]
     assert rates == pytest.approx([min(a, b) for a, b in zip(expected, clipped, strict=True)], rel=1e-4)
 

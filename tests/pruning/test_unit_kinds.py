@@ -219,7 +219,7 @@ def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
     if units.kind == "channels":
         assert bool((start > 0.98).all()) and float(pruner.budget_loss().detach()) > 1
     least = torch.tensor([0.1 * units.uniform_rate(pruner.total)] * len(start), dtype=torch.float64)
-    assert torch.equal(pruner._low, torch.maximum(least, torch.tensor(units.floors, dtype=torch.float64)))
+    assert torch.equal(pruner.low, torch.maximum(least, torch.tensor(units.floors, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels", "macs"])
@@ -242,7 +242,7 @@ def test_the_soft_budget_is_differentiated_through_the_units_cost() -> None:
     pruner.pull(gradients)
     _, slope = units.slope(pruner.rates().detach().numpy())
     sigmoid = pruner.quotas.detach().double().sigmoid().numpy()
-    inner = pruner._span.numpy() * sigmoid * (1 - sigmoid)
+    inner = pruner.span.numpy() * sigmoid * (1 - sigmoid)
     expected = (np.array(sums) + 3.0 * slope / pruner.total) * inner
     assert pruner.quotas.grad is not None
     assert pruner.quotas.grad.numpy() == pytest.approx(expected, rel=1e-4)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from harp.errors import CheckpointError, DataError, Diverged, ModelError, RecipeError
-from harp.pruning.methods import Dense, Fixed, Harp, Hydra, Magnitude, Objective
+from harp.pruning.methods import Dense, Fixed, Harp, Hydra, Magnitude
 from harp.pruning.schedules import constant, cosine
 from harp.pruning.units import Weights
 from harp.system.distributed import shared_noise
+from harp.training.base import Objective
 from harp.training.dataloaders import EpochBatches, by_epoch
 from harp.training.loop import fit
 from harp.training.objectives import Natural, PgdTraining
@@ -203,9 +204,15 @@ class Batches:
     [
         (torch.rand(4, 3, 8, 8) * 255, torch.arange(4), r"\[0, 1\]"),
         (torch.rand(4, 3, 8, 8) - 0.5, torch.arange(4), r"\[0, 1\]"),
-        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]), "4"),
-        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "-1"),
+        ((torch.rand(4, 3, 8, 8) * 255).byte(), torch.arange(4), "not torch.uint8"),
         (torch.full((4, 3, 8, 8), torch.nan), torch.arange(4), "(?i)nan|finite"),
+        (torch.rand(4, 3, 8, 8).index_fill(0, torch.tensor([1]), torch.inf), torch.arange(4), "inf"),
+        (torch.rand(0, 3, 8, 8), torch.arange(0), "^0 images with labels of torch.int64, expected at least one image"),
+        (torch.rand(4, 3, 8, 8), torch.arange(3), "one integer label for each of 4 images"),
+        (torch.rand(4, 3, 8, 8), torch.arange(4.0), "integer label .* torch.float32"),
+        (torch.rand(4, 3, 8, 8), torch.arange(4) > 1, "labels of torch.bool, expected .* integer labels"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]), "^label 4, expected 0 to 3: the model has 4 outputs"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "^label -1, expected 0 to 3"),
     ],
 )
 def test_data_that_would_train_to_nonsense_is_refused(x: Tensor, y: Tensor, said: str) -> None:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harp.pruning.channels.spaces import spaces
-from harp.pruning.channels.tracing import trace
 from harp.pruning.masks import Masks, top_k
 
 _ROUNDS = 8  # of choosing again; each drops less than the one before
@@ -43,6 +41,9 @@ class Paths:
     """The channels of a model, by the weights that give them and the weights that read them."""
 
     def __init__(self, model: nn.Module, example: Tensor) -> None:
+        from harp.pruning.channels.spaces import spaces  # here, so that importing a method does not load them
+        from harp.pruning.channels.tracing import trace
+
         followed = trace(model, example)
         atoms = [atom for space in spaces(followed)[0] for atom in space.atoms]
         number = {atom: index for index, atom in enumerate(atoms)}

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from harp.attacks import Pgd, check_number
 from harp.models.modes import Logits
-from harp.pruning.methods.base import Objective
 from harp.pruning.papers import Paper
+from harp.training.base import Objective
 
 
 @dataclass(frozen=True, kw_only=True)

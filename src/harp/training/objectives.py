@@ -4,7 +4,7 @@ An adversarial objective attacks `model` in eval mode, restores its modes, and c
 calls `forward` instead of the model, such as a wrapper that averages gradients over several processes. The attack
 always runs on the bare model, as it needs no gradient of a weight.
 
-All derive from `Objective` (pruning/methods/base.py), which defines the other hooks. The two halves can be called
+All derive from `Objective` (`base.py`), which defines the other hooks. The two halves can be called
 separately, `attack(model, x, y)` and `loss(forward, x, x_adv, y)`: methods that need several losses at the same images
 attack once. An objective with a state gets a new object for each training from `begin()`, see `free_at.py`. `title`,
 `paper` and `taxonomy` (its name in the Adversarial Pruning Benchmark) describe an objective.
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
 from harp.attacks.fast_forward import frozen
 from harp.models.modes import Logits
-from harp.pruning.methods.base import Objective
 from harp.pruning.papers import Paper
 from harp.system.distributed.shared_noise import normal
+from harp.training.base import Objective
 from harp.training.free_at import FreeTraining
 
 # The published code of TRADES and MART starts the attack at normal noise of this size around the image.
