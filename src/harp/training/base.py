@@ -1,9 +1,10 @@
-"""The interface of an objective: what a training minimises. The objectives themselves are in `objectives.py`."""
+"""The interface of an objective, which is what a training minimises. The objectives are in `objectives.py`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Attack
@@ -60,6 +61,22 @@ class Objective(ABC):
     def judge(self) -> Attack | None:
         """The attack that held-out images are validated with; None: they are validated without one."""
         return None
+
+
+class AttackingObjective(Objective):
+    """An objective in two parts, the attack and the loss: methods that need several losses at one batch attack once."""
+
+    @abstractmethod
+    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The images that the loss is computed at."""
+
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The loss at images and their attacked versions: the cross entropy at the latter."""
+        return F.cross_entropy(forward(x_adv), y)
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """Attack a batch and compute its loss."""
+        return self.loss(forward or model, x, self.attack(model, x, y), y)
 
 
 class PlainObjective(Objective):

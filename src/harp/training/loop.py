@@ -178,7 +178,7 @@ class _Training:
         self.loss_sum = 0.0
         self.seconds_before, self.started = 0.0, time.monotonic()  # the former: before an interruption
         self.history: list[Record] = []
-        self.best: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None  # the chosen epoch: its number, metric and states
 
     def run(
         self,
@@ -212,15 +212,11 @@ class _Training:
         if state is not None:
             try:
                 self.load(state)
-            except KeyError as error:
-                raise CheckpointError(
-                    f"the saved state has no {error}, another version wrote it: delete it to start the stage anew"
-                ) from error
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # raised by torch
-                raise CheckpointError(
-                    f"the saved state is of another model, pruner or optimiser ({reason(error)}): delete it to start "
-                    "the stage anew"
-                ) from error
+            except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # torch raises all of them
+                problem = f"is of another model, pruner or optimiser ({reason(error)})"
+                if isinstance(error, KeyError):
+                    problem = f"has no {error}, another version wrote it"
+                raise CheckpointError(f"the saved state {problem}: delete it to start the stage anew") from error
         if self.fabric.world_size > 1:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)

@@ -285,10 +285,6 @@ class Harp(Hydra):
             below, above = (middle, above) if cost <= budget else (below, middle)
         return below
 
-    def strengths(self) -> list[Tensor]:
-        """|s|, by which units are chosen."""
-        return [score.detach().abs() for score in self.scores]
-
     def _rates(self, shift: float) -> Tensor:
         return self.low + self.span * (self.quotas.cpu().double() + shift).sigmoid()
 

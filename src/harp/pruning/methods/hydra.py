@@ -118,9 +118,13 @@ class Hydra(Latent):
         for score, gradient in zip(self.scores, gradients, strict=True):
             score.grad = None if gradient is None else gradient.mul_(score.detach().sign())
 
+    def strengths(self) -> list[Tensor]:
+        """|s|, by which units are chosen."""
+        return [score.detach().abs() for score in self.scores]
+
     def top(self, counts: list[int]) -> Masks:
-        """Mask each layer by its `count` largest |s|."""
-        return largest(self.units, [score.detach().abs() for score in self.scores], counts)
+        """The masks of so many units of largest |s| in each layer."""
+        return largest(self.units, self.strengths(), counts)
 
 
 @torch.no_grad()
