@@ -70,7 +70,7 @@ def test_the_dual_moves_by_the_distance_to_the_projection_and_rho_grows() -> Non
                 assert torch.equal(u - u_old, weight - z)
 
 
-def test_what_is_added_is_the_gradient_of_the_augmented_term() -> None:
+def test_the_added_gradient_is_that_of_the_augmented_term() -> None:
     model = cases.build("residual").double()
     pruner = Admm(Weights(model), keep=0.1, rho=0.7, period=1)
     torch.manual_seed(3)
@@ -159,7 +159,7 @@ def test_counts_are_the_strategys_at_construction(strategy: str) -> None:
     assert Admm(units, keep=0.1, strategy=given_rates).counts == allocate(given_rates, units, units.total(0.1))
 
 
-def test_all_weights_train_dense_and_the_exact_ones_are_shown_for_a_while() -> None:
+def test_all_weights_train_dense_except_within_exact() -> None:
     model = cases.build("conv")
     pruner = Admm(Weights(model), keep=0.1)
     seen = []
@@ -235,7 +235,7 @@ def test_without_a_plan_the_period_is_the_authors() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(1, 20), st.integers(0, 199))
-def test_the_sawtooth_starts_afresh_with_each_update(tenth: int, epoch: int) -> None:
+def test_the_sawtooth_restarts_at_each_update(tenth: int, epoch: int) -> None:
     """At thirds that are whole epochs: lr · 0.1^floor((e mod T) / (T / 3)), looked at in the middle of the epoch."""
     period, epochs = 3 * tenth, 30 * tenth
     epoch %= epochs
@@ -244,6 +244,6 @@ def test_the_sawtooth_starts_afresh_with_each_update(tenth: int, epoch: int) -> 
 
 
 @pytest.mark.parametrize("options", [{"rho": 0.0}, {"rho": float("nan")}, {"rho_growth": 0.9}, {"period": 0}])
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         Admm(Weights(cases.build("conv")), keep=0.1, **options)

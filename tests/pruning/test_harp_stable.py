@@ -146,7 +146,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(name: str, stop_after: int)
     assert_same_state(resumed, pruner)
 
 
-def test_one_wild_gradient_moves_a_quota_by_a_bounded_step() -> None:
+def test_an_extreme_gradient_moves_a_quota_by_a_bounded_step() -> None:
     pruner = Harp(Weights(cases.build("conv")), keep=0.1, reach=3.0)
     pruner.trainable()
     pruner.start(Plan(1, 100, lr=0.1))
@@ -176,7 +176,7 @@ def test_layers_whose_pruned_weights_would_lower_the_loss_gain() -> None:
 
 
 @pytest.mark.parametrize("method", LEARNERS)
-def test_the_answer_has_no_weight_without_a_use(method: Any) -> None:
+def test_every_kept_weight_is_on_a_path(method: Any) -> None:
     model = cases.build("conv")
     x, _ = cases.batch()
     pruner = method(Weights(model, example=x), keep=0.02)
@@ -196,7 +196,7 @@ def test_an_example_is_taken_from_the_first_batch() -> None:
     assert pruner.example is not None and pruner.example.shape == (1, 3, 8, 8)
 
 
-def test_rates_that_never_came_down_are_not_scaled_to_the_budget() -> None:
+def test_rates_far_above_the_budget_are_replaced_by_those_of_lamp() -> None:
     model = cases.build("conv")
     units = Weights(model)
     expected = allocate("lamp", units, units.total(0.02))
@@ -209,7 +209,7 @@ def test_rates_that_never_came_down_are_not_scaled_to_the_budget() -> None:
     assert not pruner.ready and [int(mask.sum()) for mask in pruner.masks().values()] == expected
 
 
-def test_the_rates_stay_the_strategys_without_reach() -> None:
+def test_without_reach_the_rates_stay_those_of_the_strategy() -> None:
     model = cases.build("residual")
     units = Weights(model)
     expected = np.array(allocate("blend", units, units.total(0.1)))
@@ -220,7 +220,7 @@ def test_the_rates_stay_the_strategys_without_reach() -> None:
 
 
 @pytest.mark.parametrize("name", ["harp", "tandem", "harp-r"])
-def test_a_network_as_deep_as_a_strangers_stays_finite(name: str) -> None:
+def test_a_very_deep_network_stays_finite(name: str) -> None:
     """Twelve narrow layers with norms at one weight in two hundred: gradients behind dead filters are huge."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]

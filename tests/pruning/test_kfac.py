@@ -231,7 +231,7 @@ def test_writing_into_a_layers_output_changes_nothing() -> None:
         torch.testing.assert_close(found[name], expected[name])
 
 
-def test_a_layer_that_the_loss_does_not_depend_on_has_none() -> None:
+def test_a_layer_that_the_loss_does_not_depend_on_has_a_zero_product() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -248,7 +248,7 @@ def test_a_layer_that_the_loss_does_not_depend_on_has_none() -> None:
     assert not found["called.weight"].any() and not found["never.weight"].any()
 
 
-def test_it_is_measured_at_the_given_weights_and_the_model_keeps_its_own() -> None:
+def test_the_product_uses_the_given_weights_and_leaves_the_model_unchanged() -> None:
     model = cases.build("conv").eval()
     other = cases.build("conv", seed=1).eval()
     other.load_state_dict({**other.state_dict(), **{k: v for k, v in model.state_dict().items() if v.ndim < 2}})
@@ -265,7 +265,7 @@ def test_it_is_measured_at_the_given_weights_and_the_model_keeps_its_own() -> No
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_hooks_go_when_the_model_fails() -> None:
+def test_hooks_are_removed_when_the_model_fails() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 3))
     weights = {"0.weight": model[0].weight}
     with pytest.raises(RuntimeError, match="mat1 and mat2"):

@@ -38,7 +38,7 @@ def check_whole(units: Units, masks: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_protocol_agrees_with_itself(kind: str) -> None:
+def test_the_units_protocol_is_consistent(kind: str) -> None:
     units = make(kind)
     weights = [weight.detach() for weight in units.weights]
     assert list(units.masked) == list(units.expand([s > 0 for s in units.strength(weights, 1)]))
@@ -76,7 +76,7 @@ def test_the_protocol_agrees_with_itself(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", GENERAL)
-def test_the_budget_is_met_at_every_moment_and_only_whole_units_go(method: str, kind: str, tmp_path: Path) -> None:
+def test_the_budget_is_always_met_and_only_whole_units_are_pruned(method: str, kind: str, tmp_path: Path) -> None:
     units = make(kind)
     keys = list(units.model.state_dict())
     pruner = PRUNERS[method](units, keep=KEEP)
@@ -103,7 +103,7 @@ def test_the_budget_is_met_at_every_moment_and_only_whole_units_go(method: str, 
 
 @pytest.mark.parametrize("kind", ["channels", "macs"])
 @pytest.mark.parametrize("method", sorted(set(PRUNERS) - set(GENERAL) - {"dense", "fixed"}))
-def test_methods_without_a_form_for_the_units_say_so(method: str, kind: str) -> None:
+def test_methods_for_single_weights_refuse_other_units(method: str, kind: str) -> None:
     units = make(kind)
     with pytest.raises(RecipeError, match=f"no form for {units.kind} under a budget of {units.noun}"):
         PRUNERS[method](units, keep=KEEP)
@@ -154,7 +154,7 @@ def test_the_gradient_of_a_score_is_that_of_a_gate_on_all_that_its_unit_masks(ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_masks_go_by_the_l1_norm(kind: str) -> None:
+def test_the_first_masks_keep_the_largest_l1_norms(kind: str) -> None:
     units = make(kind)
     strengths = units.strength(units.weights, 1)
     for score, strength, fan in zip(initial_scores(units), strengths, units.fans, strict=True):
@@ -174,7 +174,7 @@ def test_first_masks_go_by_the_l1_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels"])
-def test_the_global_cut_keeps_the_largest_l2_norms_of_all(kind: str) -> None:
+def test_the_global_cut_keeps_the_largest_l2_norms(kind: str) -> None:
     units = make(kind)
     strengths = [s.tolist() for s in units.strength(units.weights, 2)]
     pruner = PRUNERS["global"](units, keep=KEEP)
@@ -211,7 +211,7 @@ def test_the_projection_zeroes_the_units_of_smallest_l2_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
+def test_harp_as_published_starts_from_the_rates_of_the_units(kind: str) -> None:
     units = make(kind)
     pruner = Harp(units, keep=KEEP, published=True)
     start = pruner.rates().detach()
@@ -223,7 +223,7 @@ def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels", "macs"])
-def test_learned_rates_come_down_to_the_budget(kind: str) -> None:
+def test_learned_rates_fall_to_the_budget(kind: str) -> None:
     units = make(kind)
     pruner = Harp(units, keep=KEEP, published=True, initial_rate=0.9, gamma_step=20.0)
     over = float(pruner.budget_loss().detach())

@@ -40,7 +40,7 @@ def guard(at_once: bool = True) -> tuple[Guard, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_gradients_and_losses_are_named(value: float) -> None:
+def test_the_message_names_the_gradient_or_the_loss(value: float) -> None:
     watcher, named = guard()
     watcher.watch(1.0, "epoch 1, step 1, at learning rate 0.1")
     named["b"].grad[0, 1] = value  # type: ignore[index]
@@ -53,7 +53,7 @@ def test_gradients_and_losses_are_named(value: float) -> None:
         watcher.watch(value, "there")
 
 
-def test_elsewhere_it_is_said_one_step_later_but_of_the_right_step() -> None:
+def test_a_deferred_check_names_the_step_that_diverged() -> None:
     watcher, named = guard(at_once=False)
     named["a"].grad[0] = float("nan")  # type: ignore[index]
     watcher.watch(1.0, "step 1")
@@ -63,7 +63,7 @@ def test_elsewhere_it_is_said_one_step_later_but_of_the_right_step() -> None:
     watcher.check()  # it was said
 
 
-def test_weights() -> None:
+def test_weights_that_are_not_finite_are_refused() -> None:
     big = torch.full((100,), 3e38)  # its norm is more than a float can hold, but it is finite
     divergence.check_weights({"big": big, "count": torch.ones(3, dtype=torch.long), "none": torch.ones(0)}, "here")
     for value in BAD:
@@ -100,7 +100,7 @@ class Poisoned(Natural):
         ("weights", r"\S+ became NaN or infinite in epoch 2, step 2"),
     ],
 )
-def test_the_last_good_state_stays(tmp_path: Path, what: str, told: str) -> None:
+def test_a_diverged_state_does_not_replace_the_last_good_one(tmp_path: Path, what: str, told: str) -> None:
     model = cases.build("conv")
     model.register_buffer("endless", torch.tensor([-float("inf"), 0.0]))  # it was so from the beginning
     model.register_buffer("statistics", torch.zeros(2))

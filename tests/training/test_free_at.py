@@ -74,7 +74,7 @@ def letter(model: nn.Module, epochs: int, replays: int, lr: float, fresh: bool, 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_is_the_papers_loop_to_the_bit(fresh: bool, masked: bool) -> None:
+def test_free_training_equals_the_papers_loop_bit_for_bit(fresh: bool, masked: bool) -> None:
     model, twin = network(), network()
     pruner: Any = Dense(Weights(model))
     masks = None
@@ -112,7 +112,7 @@ def test_an_update_costs_one_forward_and_one_backward_pass() -> None:
     assert calls["forward"] - before - looks == calls["backward"] == 2 * 2 * 5
 
 
-def test_methods_that_pace_themselves_are_told_of_every_update_and_the_rate_follows_them() -> None:
+def test_the_plan_and_the_schedule_count_every_replay() -> None:
     model = network()
     pruner = Harp(Weights(model), keep=0.2)
     seen: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def test_methods_that_pace_themselves_are_told_of_every_update_and_the_rate_foll
     assert rates == pytest.approx([0.1] * 4 + [0.01] * 4)
 
 
-def test_a_stopped_training_goes_on_with_its_noise_to_the_bit() -> None:
+def test_a_resumed_free_training_keeps_its_noise() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = network()
         fit(model, data(), FreeTraining(replays=2), Harp(Weights(model), keep=0.2), epochs=3, lr=0.1, keeper=keeper)
@@ -156,7 +156,7 @@ def test_parts_of_a_batch_have_their_own_rows_of_noise() -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in PRUNERS if name != "fixed"])
-def test_every_method_trains_by_it(method: str) -> None:
+def test_every_method_trains_with_free_training(method: str) -> None:
     model = cases.build("conv")
     pruner = PRUNERS[method](Weights(model), **({} if method == "dense" else {"keep": 0.2}))
     keeper = Memory()
@@ -181,6 +181,7 @@ def test_fast_training_is_one_long_step_from_a_random_start() -> None:
     expected = torch.clamp(start.detach() + 0.125 * gradient.sign(), x - 0.1, x + 0.1).clamp(0, 1)
     assert (found - expected).abs().le(1e-6).float().mean() > 0.99, "but where a gradient is zero up to rounding"
     assert fast.judge() == Pgd(0.1)
+    assert FastTraining(epsilon=0.1, step=0.05).step == 0.05
 
 
 @pytest.mark.parametrize(
@@ -197,7 +198,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_parts_draw_what_the_whole_batch_would(world: int) -> None:
+def test_processes_draw_the_noise_of_the_whole_batch(world: int) -> None:
     whole = torch.empty(8, 3, 2)
     for draw in (uniform, normal):
         with shared(7):

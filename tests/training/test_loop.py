@@ -37,7 +37,7 @@ def loader() -> DataLoader[tuple[Tensor, int]]:
     return DataLoader(Noisy(), batch_size=8, shuffle=True)
 
 
-def test_a_dataloader_resumes_in_the_middle_of_an_epoch_to_the_bit() -> None:
+def test_a_dataloader_resumes_in_the_middle_of_an_epoch_bit_for_bit() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = cases.build("conv")
         fit(model, loader(), PgdTraining(steps=1), Harp(Weights(model), keep=0.2), epochs=3, lr=0.1, keeper=keeper)
@@ -91,7 +91,7 @@ def test_the_order_of_a_dataloader_follows_from_seed_and_epoch(world: int) -> No
     assert sorted(number for rank in range(world) for number in order(made(3, rank), 1)) == list(range(24))
 
 
-def test_samplers_are_told_the_epoch() -> None:
+def test_samplers_get_the_epoch() -> None:
     epochs = list[int]()
 
     class Told(SequentialSampler):
@@ -145,7 +145,7 @@ def test_without_selection_the_last_epoch_stays() -> None:
         )
 
 
-def test_a_budget_that_training_missed_is_still_met_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_missed_in_training_is_met_at_the_end_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = cases.build("conv")
     pruner = Harp(Weights(model), keep=0.02, published=True, gamma_step=1e-6)
     fitted = fit(model, Three(), Natural(), pruner, epochs=1, lr=0.1)
@@ -215,7 +215,7 @@ class Batches:
         (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "^label -1, expected 0 to 3"),
     ],
 )
-def test_data_that_would_train_to_nonsense_is_refused(x: Tensor, y: Tensor, said: str) -> None:
+def test_a_batch_that_is_no_images_and_labels_is_refused(x: Tensor, y: Tensor, said: str) -> None:
     model = cases.build("conv")
     with pytest.raises(DataError, match=said):
         fit(model, Batches(x, y), Natural(), Dense(Weights(model)), epochs=1)
@@ -227,7 +227,7 @@ def test_batches_without_a_length_are_refused() -> None:
         fit(model, (cases.batch() for _ in range(3)), Natural(), Dense(Weights(model)), epochs=1)
 
 
-def test_quotas_have_a_group_of_their_own() -> None:
+def test_quotas_have_their_own_parameter_group() -> None:
     model = cases.build("conv")
     pruner = Harp(Weights(model), keep=0.1, published=True, quota_lr=0.5, quota_momentum=0.0, quota_weight_decay=0.0)
     seen = []
@@ -244,7 +244,7 @@ def test_quotas_have_a_group_of_their_own() -> None:
     assert len(second["params"]) == 1
 
 
-def test_fit_leaves_the_callers_random_numbers_alone() -> None:
+def test_fit_does_not_change_the_callers_random_state() -> None:
     model = cases.build("conv")
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -325,7 +325,7 @@ def test_fine_tuning_under_masks_recovers_the_loss() -> None:
 
 
 @pytest.mark.parametrize("options", [{"epochs": -1}, {"epochs": 1, "accumulate": 0}])
-def test_senseless_lengths_are_refused(options: dict[str, int]) -> None:
+def test_invalid_numbers_of_epochs_and_parts_are_refused(options: dict[str, int]) -> None:
     model = cases.build("conv")
     with pytest.raises(RecipeError):
         fit(model, Three(), Natural(), Dense(Weights(model)), **options)
@@ -379,7 +379,7 @@ class Averaged(Objective):
         self.mean = state["mean"]
 
 
-def test_what_an_objective_keeps_is_part_of_a_checkpoint() -> None:
+def test_the_state_of_an_objective_is_part_of_a_checkpoint() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = cases.build("conv")
         fit(model, Three(), Averaged(), Dense(Weights(model)), epochs=3, lr=0.1, keeper=keeper)
@@ -394,7 +394,7 @@ def test_what_an_objective_keeps_is_part_of_a_checkpoint() -> None:
         assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-def test_every_hook_of_an_objective_is_called_where_it_says() -> None:
+def test_every_hook_of_an_objective_is_called_at_its_place() -> None:
     calls: list[str] = []
 
     class Recorded(Averaged):
@@ -413,7 +413,7 @@ def test_every_hook_of_an_objective_is_called_where_it_says() -> None:
     assert calls == ["begin", *(["start_epoch"] + ["after_backward"] * 3 * Recorded.replays) * 2]
 
 
-def test_hooks_of_what_is_no_objective_are_not_ignored() -> None:
+def test_a_function_with_hooks_is_refused() -> None:
     class Stray:
         replays = 3
 
@@ -425,7 +425,7 @@ def test_hooks_of_what_is_no_objective_are_not_ignored() -> None:
         fit(model, Three(), Stray(), Dense(Weights(model)), epochs=1)
 
 
-def test_a_state_of_another_version_is_one_line() -> None:
+def test_a_state_of_another_version_is_refused() -> None:
     model, keeper = cases.build("conv"), Memory()
     keeper.save({"epoch": 0, "step": 0, "loss_sum": 0.0})
     with pytest.raises(CheckpointError, match="'seconds', another version wrote it: delete it"):
