@@ -29,12 +29,12 @@ values = st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=6)
 def test_the_projection_is_the_nearest_point_and_stays_where_it_is(entries: list[float], count: int) -> None:
     w = torch.tensor(entries, dtype=torch.float64)
     units = Weights(nn.Linear(3, 2, dtype=torch.float64))
-    found = project(units, [w], [count])[0]
-    assert int(found.count_nonzero()) <= count
-    assert torch.equal(project(units, [found], [count])[0], found)
+    projected = project(units, [w], [count])[0]
+    assert int(projected.count_nonzero()) <= count
+    assert torch.equal(project(units, [projected], [count])[0], projected)
     supports = itertools.combinations(range(6), count)
     distances = [sum(float(w[i]) ** 2 for i in range(6) if i not in support) for support in supports]
-    assert float((w - found).square().sum()) == pytest.approx(min(distances), abs=1e-12)
+    assert float((w - projected).square().sum()) == pytest.approx(min(distances), abs=1e-12)
 
 
 def dyadic(model: nn.Module, seed: int) -> None:

@@ -157,13 +157,13 @@ def test_without_gradients_the_rates_become_those_of_the_replacements(strategy: 
     counts = allocate("lamp", units, 2200) if strategy else units.sizes
     # Noise kills half of what is new at once, and the decay lets nothing grow old: a few dozen steps forget the start.
     pruner = BcsP(units, keep=0.1, strategy=strategy, noise=1.0, decay=0.2, seed=1)
-    found = drift(pruner, 60)
-    assert sum(found) == pruner.total == 2200
+    counts = drift(pruner, 60)
+    assert sum(counts) == pruner.total == 2200
     expected = [pruner.total * count / sum(counts) for count in counts]
-    chi_square = sum((a - b) ** 2 / b for a, b in zip(found, expected, strict=True))
+    chi_square = sum((a - b) ** 2 / b for a, b in zip(counts, expected, strict=True))
     assert chi_square < 13.8, "0.999 quantile of chi square with two degrees of freedom"
     others = [pruner.total * n / sum(units.sizes) for n in units.sizes] if strategy else [pruner.total / 3] * 3
-    assert sum((a - b) ** 2 / b for a, b in zip(found, others, strict=True)) > 50, "and nothing else"
+    assert sum((a - b) ** 2 / b for a, b in zip(counts, others, strict=True)) > 50, "and nothing else"
 
 
 def test_a_strategy_gives_the_first_counts() -> None:

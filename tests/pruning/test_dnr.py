@@ -149,11 +149,11 @@ def test_without_momentum_each_layer_gets_back_what_it_lost() -> None:
 def test_spread_is_exact_and_within_the_rooms(layers: list[tuple[float, int]], part: float) -> None:
     shares, room = [s for s, _ in layers], [r for _, r in layers]
     amount = int(part * sum(room))
-    found = spread(amount, shares, room)
-    assert sum(found) == amount
-    assert all(0 <= count <= limit for count, limit in zip(found, room, strict=True))
+    given = spread(amount, shares, room)
+    assert sum(given) == amount
+    assert all(0 <= count <= limit for count, limit in zip(given, room, strict=True))
     if all(amount <= limit for limit in room) and sum(shares) > 0:
-        for count, share in zip(found, shares, strict=True):
+        for count, share in zip(given, shares, strict=True):
             assert abs(count - amount * share / sum(shares)) < len(shares)
 
 

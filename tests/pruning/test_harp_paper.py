@@ -175,8 +175,8 @@ def test_a_resumed_training_keeps_its_gamma(stop_after: int) -> None:
     keeper = Memory(stop_after)
     with pytest.raises(InterruptedError):
         trained(keeper)
-    found, resumed = trained(Memory(state=keeper.state))
-    assert found == expected
+    result, resumed = trained(Memory(state=keeper.state))
+    assert result == expected
     assert_same_state(resumed, pruner)
 
 

@@ -73,13 +73,13 @@ def test_the_budget_falls_in_even_factors_at_any_length(keep: float, steps: int)
     units = Weights(nn.Sequential(nn.Linear(100, 400), nn.ReLU(), nn.Linear(400, 100)))
     pruner = Harp(units, keep=keep)
     pruner.length = steps
-    found = []
+    factors = []
     for done in (0, steps / 4, steps / 2, steps):
         pruner.done = done
         pruner.follow_budget()
-        found.append(soft_cost(pruner) / pruner.total)
+        factors.append(soft_cost(pruner) / pruner.total)
     most = min(8.0, units.size / pruner.total)
-    assert found == pytest.approx([most, most**0.5, 1.0, 1.0], rel=0.01)
+    assert factors == pytest.approx([most, most**0.5, 1.0, 1.0], rel=0.01)
 
 
 def test_a_dead_filter_does_not_move_the_quotas() -> None:
@@ -141,8 +141,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(name: str, stop_after: int)
     keeper = Memory(stop_after)
     with pytest.raises(InterruptedError):
         trained(keeper)
-    found, resumed = trained(Memory(state=keeper.state))
-    assert found == expected
+    result, resumed = trained(Memory(state=keeper.state))
+    assert result == expected
     assert_same_state(resumed, pruner)
 
 
@@ -215,8 +215,8 @@ def test_without_reach_the_rates_stay_those_of_the_strategy() -> None:
     expected = np.array(allocate("blend", units, units.total(0.1)))
     pruner = Tandem(units, 0.1, reach=0.0)
     train(model, pruner, 6)
-    found = np.array([int(mask.sum()) for mask in pruner.masks().values()])
-    assert np.abs(found - expected).max() <= 1 + 0.02 * expected.max()
+    counts = np.array([int(mask.sum()) for mask in pruner.masks().values()])
+    assert np.abs(counts - expected).max() <= 1 + 0.02 * expected.max()
 
 
 @pytest.mark.parametrize("name", ["harp", "tandem", "harp-r"])

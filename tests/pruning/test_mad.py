@@ -185,8 +185,8 @@ def test_the_loop_moves_no_weight_and_the_optimiser_no_saliency(optimizer: Any) 
     pruner = Mad(Weights(model), KEEP, mask_steps=2)
     expected = Mad(Weights(cases.build("residual")), KEEP, mask_steps=2)
     losses = measure(expected, 0, 1, 2)
-    made: Any = lambda groups: optimizer(groups, lr=1.0, weight_decay=0.9)  # noqa: E731
-    fitted = fit(model, Three(), Natural(), pruner, epochs=1, optimizer=made)
+    build: Any = lambda groups: optimizer(groups, lr=1.0, weight_decay=0.9)  # noqa: E731
+    fitted = fit(model, Three(), Natural(), pruner, epochs=1, optimizer=build)
     assert all(torch.equal(a, b) for a, b in zip(pruner.parameters(), expected.parameters(), strict=True))
     assert fitted.history[0]["loss"] == pytest.approx(sum(losses) / 3) == pytest.approx(float(pruner.loss))
     for name, value in model.state_dict().items():

@@ -114,13 +114,13 @@ def test_the_commands_accept_the_example(own: str, harp: Harp, tmp_path: Path) -
 
 
 def test_options_are_checked_and_hashed_like_those_of_built_in_methods(own: str) -> None:
-    made = finished_run.content(model={"name": "tinynet", "width": 2}, method=own)
-    parsed = recipe.parse(made)
-    assert parsed.identity(2) != recipe.parse({**made, "seed": 8}).identity(2)
+    content = finished_run.content(model={"name": "tinynet", "width": 2}, method=own)
+    parsed = recipe.parse(content)
+    assert parsed.identity(2) != recipe.parse({**content, "seed": 8}).identity(2)
     assert study.method(f"{own}+lamp").options == {"strategy": "lamp"}
-    made["stages"][1]["pruner"]["stratgy"] = "lamp"
+    content["stages"][1]["pruner"]["stratgy"] = "lamp"
     with pytest.raises(RecipeError, match="did you mean 'strategy'"):
-        recipe.parse(made)
+        recipe.parse(content)
 
 
 def test_a_method_without_taxonomy_is_not_classified(own: str) -> None:
@@ -146,9 +146,9 @@ def test_options_without_usable_annotations_are_parsed_by_their_looks(site: Site
         "        self.power = power\n"
     )
     site.install("loose", source, loose="loose:Own")
-    made = finished_run.content(method="loose")
-    made["stages"][1]["pruner"] |= {"keep": "5%", "power": "1/4"}
-    assert recipe.parse(made).stages[1].pruner == {"name": "loose", "keep": 0.05, "power": 0.25}
+    content = finished_run.content(method="loose")
+    content["stages"][1]["pruner"] |= {"keep": "5%", "power": "1/4"}
+    assert recipe.parse(content).stages[1].pruner == {"name": "loose", "keep": 0.05, "power": 0.25}
 
 
 def test_built_in_methods_do_not_look_at_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_broken_package_does_not_harm_the_others(own: str, site: Site, caplog:
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "said"),
+    ("source", "name", "message"),
     [
         ("raise RuntimeError('no such\\nthing')", "broken", "RuntimeError: no such thing"),
         ("import sys\nsys.exit(1)", "broken", "SystemExit: 1"),
@@ -183,7 +183,7 @@ def test_a_broken_package_does_not_harm_the_others(own: str, site: Site, caplog:
     ],
 )
 def test_an_unusable_method_gives_one_warning(
-    site: Site, harp: Harp, caplog: pytest.LogCaptureFixture, source: str, name: str, said: str
+    site: Site, harp: Harp, caplog: pytest.LogCaptureFixture, source: str, name: str, message: str
 ) -> None:
     kept = dict(PRUNERS.items())
     site.install("broken", source, **{name: "broken:Own"})
@@ -192,7 +192,7 @@ def test_an_unusable_method_gives_one_warning(
         harp("list", "methods")
     (record,) = caplog.records
     line = record.getMessage()
-    assert line.startswith(f"method {name!r} of broken is left out: ") and said in line and "\n" not in line
+    assert line.startswith(f"method {name!r} of broken is left out: ") and message in line and "\n" not in line
     assert code == 0 and "tandem" in out
     assert err.count("warning") == 1
     assert dict(PRUNERS.items()) == kept

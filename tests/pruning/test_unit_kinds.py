@@ -1,4 +1,4 @@
-"""The contract of the methods over every kind of units: single weights by MACs, channels by hand and as found."""
+"""The contract of the methods over every kind of units: single weights by MACs, channels by hand and as traced."""
 
 import copy
 from pathlib import Path
@@ -32,9 +32,9 @@ def kept(units: Units, masks: dict[str, Tensor]) -> list[int]:
 def check_whole(units: Units, masks: dict[str, Tensor]) -> None:
     """Whether everything that a unit masks is kept, or nothing of it is."""
     ones = units.gather([torch.ones_like(weight) for weight in units.weights])
-    for full, found in zip(ones, units.gather([mask.float() for mask in masks.values()]), strict=True):
-        assert full is not None and found is not None
-        assert bool(((found == 0) | (found == full)).all())
+    for full, kept in zip(ones, units.gather([mask.float() for mask in masks.values()]), strict=True):
+        assert full is not None and kept is not None
+        assert bool(((kept == 0) | (kept == full)).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,10 +196,10 @@ def test_the_projection_zeroes_the_units_of_smallest_l2_norm(kind: str) -> None:
     units = make(kind)
     pruner = Admm(units, keep=KEEP)
     values = [weight.detach() for weight in units.weights]
-    found = project(units, values, pruner.counts)
-    again = project(units, found, pruner.counts)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    before, after = units.strength(values, 2), units.strength(found, 2)
+    projected = project(units, values, pruner.counts)
+    again = project(units, projected, pruner.counts)
+    assert all(torch.equal(a, b) for a, b in zip(projected, again, strict=True))
+    before, after = units.strength(values, 2), units.strength(projected, 2)
     for old, new, count in zip(before, after, pruner.counts, strict=True):
         assert int((new > 0).sum()) == count
         assert torch.equal(old[new > 0].sort().values, old.sort().values[-count:])

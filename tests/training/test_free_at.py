@@ -173,27 +173,27 @@ def test_fast_training_is_one_long_step_from_a_random_start() -> None:
     fast = FastTraining(epsilon=0.1)
     assert fast.step == pytest.approx(0.125) and fast.steps == 1
     torch.manual_seed(5)
-    found = fast.attack(model, x, y)
+    x_adv = fast.attack(model, x, y)
     torch.manual_seed(5)
     start = (x + 0.1 * (2 * torch.rand(x.shape) - 1)).clamp(0, 1).requires_grad_(True)
     model.eval()
     (gradient,) = torch.autograd.grad(F.cross_entropy(model(start), y, reduction="sum"), start)
     expected = torch.clamp(start.detach() + 0.125 * gradient.sign(), x - 0.1, x + 0.1).clamp(0, 1)
-    assert (found - expected).abs().le(1e-6).float().mean() > 0.99, "but where a gradient is zero up to rounding"
+    assert (x_adv - expected).abs().le(1e-6).float().mean() > 0.99, "but where a gradient is zero up to rounding"
     assert fast.judge() == Pgd(0.1)
     assert FastTraining(epsilon=0.1, step=0.05).step == 0.05
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"replays": 0}, "replays must be a whole number of 1 or more"),
         ({"epsilon": -1}, "epsilon must be"),
         ({"step": float("nan")}, "step must be"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         OBJECTIVES["free"](**options)
 
 
@@ -212,6 +212,6 @@ def test_processes_draw_the_noise_of_the_whole_batch(world: int) -> None:
     with shared(7, 1, world):
         assert torch.equal(common(whole), expected)
     torch.manual_seed(7)
-    found = uniform(whole)
+    drawn = uniform(whole)
     torch.manual_seed(7)
-    assert torch.equal(found, torch.rand(whole.shape)), "outside, it is torch's own generator"
+    assert torch.equal(drawn, torch.rand(whole.shape)), "outside, it is torch's own generator"

@@ -80,15 +80,15 @@ class Fabrics:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_order_of_a_dataloader_follows_from_seed_and_epoch(world: int) -> None:
-    def made(seed: int, rank: int = 0) -> EpochBatches:
+    def batches(seed: int, rank: int = 0) -> EpochBatches:
         return by_epoch(DataLoader(Plain(), batch_size=4, shuffle=True), Fabrics(rank, world), seed)
 
-    whole = made(3)
+    whole = batches(3)
     first, second = order(whole, 0), order(whole, 1)
     assert first != second
-    assert order(made(3), 1) == second and order(made(3), 1, 2) == second[8:], "a process that goes on in epoch 1"
-    assert order(made(4), 0) != first
-    assert sorted(number for rank in range(world) for number in order(made(3, rank), 1)) == list(range(24))
+    assert order(batches(3), 1) == second and order(batches(3), 1, 2) == second[8:], "a process that goes on in epoch 1"
+    assert order(batches(4), 0) != first
+    assert sorted(number for rank in range(world) for number in order(batches(3, rank), 1)) == list(range(24))
 
 
 def test_samplers_get_the_epoch() -> None:
@@ -151,9 +151,9 @@ def test_a_budget_missed_in_training_is_met_at_the_end_with_a_warning(caplog: py
     fitted = fit(model, Three(), Natural(), pruner, epochs=1, lr=0.1)
     assert sum(int(mask.sum()) for mask in fitted.masks.values()) == pruner.total
     assert not fitted.met
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("The budget was not met in training (exceeded by ")
-    assert f"{100 * fitted.history[-1]['budget_loss']:.3g} %" in said and "gamma_step" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith("The budget was not met in training (exceeded by ")
+    assert f"{100 * fitted.history[-1]['budget_loss']:.3g} %" in message and "gamma_step" in message
 
 
 def test_a_budget_counts_as_met_when_an_epoch_could_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,7 +175,7 @@ def test_a_budget_counts_as_met_when_an_epoch_could_be_chosen(caplog: pytest.Log
     assert trained(epochs=1) and trained(epochs=3, **validated)
     assert not caplog.records
     assert not trained(epochs=3), "without a choice the last epoch is what counts"
-    assert len(caplog.records) == 1 and "exceeded" not in caplog.text, "by how much is said where it is known"
+    assert len(caplog.records) == 1 and "exceeded" not in caplog.text, "the excess is reported only if it is known"
 
 
 def test_divergence_stops_with_advice() -> None:
@@ -200,7 +200,7 @@ class Batches:
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "said"),
+    ("x", "y", "message"),
     [
         (torch.rand(4, 3, 8, 8) * 255, torch.arange(4), r"\[0, 1\]"),
         (torch.rand(4, 3, 8, 8) - 0.5, torch.arange(4), r"\[0, 1\]"),
@@ -215,9 +215,9 @@ class Batches:
         (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "^label -1, expected 0 to 3"),
     ],
 )
-def test_a_batch_that_is_no_images_and_labels_is_refused(x: Tensor, y: Tensor, said: str) -> None:
+def test_a_batch_that_is_no_images_and_labels_is_refused(x: Tensor, y: Tensor, message: str) -> None:
     model = cases.build("conv")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         fit(model, Batches(x, y), Natural(), Dense(Weights(model)), epochs=1)
 
 
@@ -233,9 +233,9 @@ def test_quotas_have_their_own_parameter_group() -> None:
     seen = []
 
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
-        seen.append(made)
-        return made
+        sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        seen.append(sgd)
+        return sgd
 
     fit(model, Three(), Natural(), pruner, epochs=1, optimizer=optimizer, schedule=constant)
     first, second = seen[0].param_groups

@@ -125,7 +125,7 @@ def test_the_trades_attack_equals_that_of_the_paper(name: str) -> None:
     model, (x, y) = cases.build(name).double(), cases.batch()
     x = x.double()
     torch.manual_seed(5)
-    found = Trades(epsilon=0.05, step=0.02, steps=4).attack(model, x, y)
+    x_adv = Trades(epsilon=0.05, step=0.02, steps=4).attack(model, x, y)
     torch.manual_seed(5)
     points = (x + 0.001 * torch.randn_like(x)).clamp(0, 1)
     with frozen(model, x, fast=False) as net:
@@ -135,7 +135,7 @@ def test_the_trades_attack_equals_that_of_the_paper(name: str) -> None:
             (gradient,) = torch.autograd.grad(divergence, points)
             points = points.detach() + 0.02 * gradient.sign()
             points = torch.minimum(torch.maximum(points, x - 0.05), x + 0.05).clamp(0, 1)
-    assert torch.allclose(found, points, atol=1e-12)
+    assert torch.allclose(x_adv, points, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -189,12 +189,12 @@ def test_a_few_steps_of_training_lower_the_loss() -> None:
     y = (x.mean((1, 2, 3)) > 0.5).long()
     for kind, objective in {**ADVERSARIAL, "natural": Natural}.items():
         model = cases.build("conv")
-        made = objective() if kind == "natural" else objective(epsilon=0.01, step=0.005, steps=2)
+        minimised = objective() if kind == "natural" else objective(epsilon=0.01, step=0.005, steps=2)
         optimiser = torch.optim.SGD(model.parameters(), 0.1)
         values = []
         for _ in range(15):
             optimiser.zero_grad()
-            value = made(model, x, y)
+            value = minimised(model, x, y)
             value.backward()
             optimiser.step()
             values.append(value.item())

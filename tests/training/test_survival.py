@@ -285,7 +285,7 @@ def test_a_damaged_state_falls_back_to_the_state_before(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"of": "0123-prune"}, r"is a state of 0123-prune, not of \w+-pretrain: delete it to start anew"),
         ({"format": 99, "harp": "9.9"}, r"was written by harp 9\.9, whose states .* can't read"),
@@ -296,11 +296,11 @@ def test_a_damaged_state_falls_back_to_the_state_before(
         ({"optimizer": None}, r"the saved state is of another model, pruner or optimiser"),
     ],
 )
-def test_states_of_other_trainings_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_states_of_other_trainings_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = interrupted(tmp_path)
     save_state(path, {**load_state(path), **change})
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         go_on(tmp_path)
     assert path.read_bytes() == before
 
