@@ -92,12 +92,12 @@ def test_the_counts_are_always_those_of_the_strategy(
 
 def moves(pruner: FlyingBird, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
     """The steps at which masks moved."""
-    steps = []
+    at = []
     for number in range(1, steps + 1):
         moved = pruner.moved
         step(pruner, optimizer)
-        steps += [number] if pruner.moved != moved else []
-    return steps
+        at += [number] if pruner.moved != moved else []
+    return at
 
 
 def test_intervals_are_a_third_longer_in_the_second_half_and_the_last_step_moves_nothing() -> None:
