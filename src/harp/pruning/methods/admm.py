@@ -85,8 +85,8 @@ class Admm(Pruner):
     ) -> None:
         check_option(0 < rho < math.inf, "rho", rho, "give a positive number, like 0.001")
         check_option(1 <= rho_growth < math.inf, "rho_growth", rho_growth, "give a factor of at least 1 (= rho stays)")
-        if period is not None:
-            check_option(period >= 1, "period", period, "give at least 1 epoch, or none for a tenth of the training")
+        valid = period is None or period >= 1
+        check_option(valid, "period", period, "give at least 1 epoch, or none for a tenth of the training")
         super().__init__(units, units.total(keep))
         self.counts = allocate(strategy, units, self.total)
         self.rho, self.rho_growth, self.period = rho, rho_growth, period

@@ -11,9 +11,8 @@ channels of convolutions, before their batch norms, and on the inputs of linear 
 Departures from the authors' code:
 - x̃ comes from the training's own attack on images in [0, 1]. Theirs standardises every image and then clips the
   attacked one to [0, 1]. Most of a standardised image is outside, so the attack can't move those pixels, and ε is in
-  another unit. The option `standardised` does the same, to show what that hides: compare `CrippledPgd` on
-  `standardise(x)` with an ordinary attack on `Standardised(model)`. The network then expects standardised images:
-  accuracies that a run measures on plain ones mean nothing.
+  another unit. The option `standardised` does the same, to show what that hides (see docs/methods.md). The network then
+  expects standardised images: accuracies that a run measures on plain ones mean nothing.
 - The clean and the attacked pass share their z. Theirs draw new ones, so that VS is mostly the noise of the masks.
 - h are the outputs of the activation modules (of the gated convolutions in a model without any), and of the hidden
   linear layers before their activation, as theirs; the term of their first layer has no gradient, here it has.
@@ -105,9 +104,8 @@ class AnpVs(Pruner):
         check_number("vulnerability", vulnerability)
         check_option(0 < temperature < math.inf, "temperature", temperature, "give a positive number, such as 0.1")
         check_option(0 <= threshold < 1, "threshold", threshold, "give a number from 0 to below 1, such as 0.001")
-        if mask_lr is not None:
-            positive = 0 < mask_lr < math.inf
-            check_option(positive, "mask_lr", mask_lr, "give a positive number, or none for the weights' rate")
+        valid = mask_lr is None or 0 < mask_lr < math.inf
+        check_option(valid, "mask_lr", mask_lr, "give a positive number, or none for the weights' rate")
         super().__init__(units, 0)
         self._budget = None if keep is None else units.total(keep)
         self.beta, self.vulnerability, self.threshold = beta, vulnerability, threshold

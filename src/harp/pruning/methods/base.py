@@ -493,7 +493,7 @@ class Latent(Pruner, ABC):
             weight.copy_(torch.where(mask, dense, 0.0))
 
 
-def check_option(valid: bool, name: str, value: float, advice: str) -> None:
+def check_option(valid: bool, name: str, value: float | None, advice: str) -> None:
     """Refuse the value of an option by one line that says what would be right."""
     if not valid:
         raise RecipeError(f"{name} {value:.6g}: {advice}")

@@ -84,8 +84,8 @@ class FlyingBird(Dynamic):
         seed: int = 0,
     ) -> None:
         check_option(0 <= death_rate < 1, "death_rate", death_rate, "give a share from 0 (= masks stay) to below 1")
-        if interval is not None:
-            check_option(interval >= 1, "interval", interval, "give at least 1 step, or none to scale the paper's")
+        valid = interval is None or interval >= 1
+        check_option(valid, "interval", interval, "give at least 1 step, or none to scale the paper's")
         counts = allocate(strategy, units, units.total(keep))
         super().__init__(units, random_masks(units, counts, seed), seed)
         self.counts = counts
@@ -181,8 +181,8 @@ class FlyingBirdPlus(FlyingBird):
         seed: int = 0,
     ) -> None:
         check_option(0 <= prune_ratio <= 1, "prune_ratio", prune_ratio, "give a share from 0 to 1")
-        grows = 0 <= growth_ratio < math.inf
-        check_option(grows, "growth_ratio", growth_ratio, "give a positive number, like 0.05, or 0 for none")
+        valid = 0 <= growth_ratio < math.inf
+        check_option(valid, "growth_ratio", growth_ratio, "give a positive number, like 0.05, or 0 for none")
         check_option(1 <= most < math.inf, "most", most, "give a factor of at least 1 (= never more than the budget)")
         check_option(window >= 1, "window", window, "give at least 1 epoch")
         super().__init__(units, keep, strategy, death_rate, interval, seed)

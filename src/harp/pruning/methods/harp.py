@@ -13,11 +13,8 @@ With channels as units, kept = round(a C), and the cost is no longer Σ a n: L_H
 cost of the units, a_t is the one rate of all layers that meets the budget, a_init = 1 and the step of γ is twice as
 large. The paper's ⟨·⟩ in ∂L/∂r is a sum over all entries of the layer, kept or not.
 
-`published=True` is that. It needs the paper's length (20 epochs of 391 steps) and thousands of kept weights. In short
-trainings or with a few hundred weights its quotas diverge: a pruned filter in front of a batch norm has variance 0, the
-norm multiplies its gradients by 1/√ε = 316, and they dominate the sum over the layer; γ meets the budget in time only
-if its step fits the length; and the last layer, which no norm follows, asks for weights only to scale its logits. So
-four things differ by default:
+`published=True` is that. In short trainings or with a few hundred kept weights its quotas diverge (docs/methods.md says
+why). So four things differ by default:
 
     budget          met at every step: one shift of all quotas, a = g(r + shift), brings the rates to the current
                     budget, which falls from `start` times the target to the target in the first half of the training

@@ -104,8 +104,7 @@ class Mad(Pruner):
     ) -> None:
         check_option(mask_steps >= 1, "mask_steps", mask_steps, "give at least 1")
         check_option(0 < mask_lr < math.inf, "mask_lr", mask_lr, "give a number above 0")
-        if batches is not None:
-            check_option(batches >= 1, "batches", batches, "give at least 1, or none for all")
+        check_option(batches is None or batches >= 1, "batches", batches, "give at least 1, or none for all")
         super().__init__(units, units.total(keep))
         self.mask_steps, self.mask_lr, self.batches = mask_steps, mask_lr, batches
         self.head = _last_linear(units)
