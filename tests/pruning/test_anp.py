@@ -301,6 +301,21 @@ def test_the_best_epoch_is_folded_once() -> None:
     assert all(not w[~fitted.masks[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
 
 
+def test_exact_leaves_a_finished_network_and_one_without_gates_as_they_are() -> None:
+    model, pruner = built("conv")
+    pruner.finish()
+    state = copy.deepcopy(model.state_dict())
+    with pruner.exact():
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model = cases.build("conv")
+    pruner = AnpVs(Weights(model), keep=KEEP)  # the gates are registered by `start`
+    state = copy.deepcopy(model.state_dict())
+    with pruner.exact():
+        assert sum(int(weight.count_nonzero()) for weight in pruner.units.weights) <= pruner.total
+    assert hooks(model) == 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
 def test_without_a_target_the_total_follows_the_masks() -> None:
     _, pruner = built("conv")
     assert pruner.total == mask_ops.kept(pruner.masks()) == sum(pruner.units.sizes)

@@ -188,6 +188,15 @@ def test_every_kept_weight_is_on_a_path(method: Any) -> None:
     assert kept(paths.useful(answer)) > kept(paths.useful(plain)), "the strongest alone waste some"
 
 
+def test_a_network_that_can_not_run_on_the_example_is_pruned_without_paths(caplog: pytest.LogCaptureFixture) -> None:
+    model = cases.build("conv")
+    pruner = Harp(Weights(model, example=torch.rand(1, 5, 8, 8)), keep=0.05)
+    with caplog.at_level("INFO", "harp"):
+        fitted = fit(model, [cases.batch()], Natural(), pruner, epochs=3)
+    assert caplog.text.count("without regard to the paths through the network") == 1
+    assert kept(fitted.masks) == pruner.total
+
+
 def test_an_example_is_taken_from_the_first_batch() -> None:
     model = cases.build("conv")
     pruner = Harp(Weights(model), keep=0.02)

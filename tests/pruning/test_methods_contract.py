@@ -12,7 +12,7 @@ from torch import nn
 
 from harp.errors import BudgetError, ModelError, RecipeError
 from harp.pruning import masks as mask_ops
-from harp.pruning.methods import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude
+from harp.pruning.methods import PRUNERS, Dense, Dynamic, Fixed, FlyingBirdPlus, Harp, HarpRates, Hydra, Magnitude
 from harp.pruning.units import Weights
 from harp.training.loop import fit
 from harp.training.objectives import Natural, PgdTraining
@@ -149,6 +149,49 @@ def test_a_pruner_draws_by_its_own_seed_only(method: str) -> None:
 @pytest.mark.parametrize("method", sorted(PRUNERS))
 def test_gradients_of_an_earlier_training_are_ignored(method: str, case: str) -> None:
     contract.earlier_gradients_do_not_count(method, case)
+
+
+class UnusedLayer(cases.ConvNet):
+    """A network with a layer that its forward pass does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize("method", [*sorted(PRUNERS), *VARIANTS])
+def test_a_layer_without_a_gradient_is_pruned_too(method: str) -> None:
+    torch.manual_seed(0)
+    model = UnusedLayer()
+    pruner = make(method, model)
+    fitted = fit(model, Three(), PgdTraining(steps=1), pruner, epochs=2, lr=0.05)
+    assert mask_ops.kept(fitted.masks) == pruner.total
+    assert fitted.masks["unused.weight"].any()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_a_method_that_changes_the_loss_refuses_another_loop() -> None:
+    model = cases.build("conv")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"FlyingBirdPlus changes the loss, .*: use harp\.fit"):
+        FlyingBirdPlus(Weights(model), KEEP).attach(optimizer)
+
+
+def test_moved_masks_clear_the_moments_of_adam() -> None:
+    model = cases.build("conv")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    pruner = Dynamic(Weights(model), Magnitude(Weights(model), KEEP).masks()).attach(optimizer)
+    x, y = cases.batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before, moved = copy.deepcopy(pruner.masks()), PRUNERS["random"](Weights(model), keep=KEEP).masks()
+    pruner.move(moved)
+    for name, weight in zip(pruner.units.names, pruner.units.weights, strict=True):
+        stays = before[name] & moved[name]
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments = optimizer.state[weight][key]
+            assert not moments[~stays].any()
+        assert optimizer.state[weight]["step"] == 1
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])

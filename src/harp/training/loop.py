@@ -105,7 +105,7 @@ def fit(
             forward=None) -> loss` that calls `forward` instead of the model if it is not None.
         pruner: decides the weights: a method such as `harp.Harp(units, keep=0.01)`, `harp.Dense` or `harp.Fixed`.
         epochs: the number of passes over all batches.
-        lr, momentum, weight_decay: of the default optimiser; some methods use them for their own schedules too.
+        lr, momentum, weight_decay: of the default optimiser; a method gets them in its `harp.Plan`.
         optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
         schedule: the factor of the learning rate as a function of progress from 0 to 1.
         accumulate: the number of parts that each batch is split into, to save memory.

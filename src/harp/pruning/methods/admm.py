@@ -51,8 +51,7 @@ class Admm(Pruner):
         period: epochs between updates of the sparse copy; None: a tenth of the training (the authors' 20 if unknown).
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Admm(units, keep=0.1)
+        pruner = harp.Admm(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

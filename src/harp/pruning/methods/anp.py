@@ -72,8 +72,7 @@ class AnpVs(Pruner):
         standardised: train as the authors' code does, on standardised images with the crippled attack.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.AnpVs(units, keep=0.1)
+        pruner = harp.AnpVs(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 

@@ -69,8 +69,7 @@ class BcsP(Pruner):
         seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.BcsP(units, keep=0.1)
+        pruner = harp.BcsP(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

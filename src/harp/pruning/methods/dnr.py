@@ -59,8 +59,7 @@ class Dnr(Dynamic):
         seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Dnr(units, keep=0.1)
+        pruner = harp.Dnr(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

@@ -55,8 +55,7 @@ class FlyingBird(Dynamic):
         seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.FlyingBird(units, keep=0.1)
+        pruner = harp.FlyingBird(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -158,8 +157,7 @@ class FlyingBirdPlus(FlyingBird):
         seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.FlyingBirdPlus(units, keep=0.1)
+        pruner = harp.FlyingBirdPlus(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

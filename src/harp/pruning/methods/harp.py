@@ -81,8 +81,7 @@ class Harp(Hydra):
         sharpness: the radius of S2AP; 0 is HARP without it.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Harp(units, keep=0.1)
+        pruner = harp.Harp(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -328,8 +327,7 @@ class HarpRates(Harp):
         sharpness: must be 0, as no scores are learned.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.HarpRates(units, keep=0.1)
+        pruner = harp.HarpRates(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -352,8 +350,7 @@ class HarpScores(Hydra):
         sharpness: the radius of S2AP; 0 is without it.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.HarpScores(units, keep=0.1)
+        pruner = harp.HarpScores(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

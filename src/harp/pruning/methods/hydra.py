@@ -40,8 +40,7 @@ class Hydra(Latent):
         sharpness: the radius of S2AP; 0 is HYDRA as published.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Hydra(units, keep=0.1, strategy="lamp")
+        pruner = harp.Hydra(harp.Weights(model), keep=0.1, strategy="lamp")
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

@@ -63,8 +63,7 @@ class Mad(Pruner):
         batches: how many batches to measure; None: all.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Mad(units, keep=0.1, mask_steps=2)
+        pruner = harp.Mad(harp.Weights(model), keep=0.1, mask_steps=2)
         harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 

@@ -46,8 +46,7 @@ class Tandem(Harp):
         sharpness: the radius of S2AP; 0 is without it.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Tandem(units, keep=0.1)
+        pruner = harp.Tandem(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 

@@ -42,8 +42,7 @@ class TwinRep(Pruner):
         seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.TwinRep(units, keep=0.1)
+        pruner = harp.TwinRep(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
