@@ -1,4 +1,4 @@
-"""R-ADMM: the projection, the dual update, the pull, and what is left of the authors' defects: nothing."""
+"""R-ADMM: the projection, the dual update, the pull, and none of the defects of the authors' code."""
 
 import copy
 import itertools
@@ -130,7 +130,7 @@ def test_weights_and_sparse_copy_meet_on_a_quadratic(growth: float) -> None:
     assert residuals[-1] < 0.01 * residuals[0]
     assert residuals[10] < residuals[0]
     answer = pruner.finish()["weight"]
-    if growth == 1:  # where the two meet, the loss has no slope along what is kept; a growing rho stops short of that
+    if growth == 1:  # where the two meet, the loss is flat along the kept weights; a growing rho stops before that
         torch.testing.assert_close(model.weight[answer], goal[answer], rtol=0, atol=0.02)
     best = goal[mask_ops.top_k(goal.abs(), 40)].square().sum()
     assert goal[answer].square().sum() > 0.9 * best > 1.5 * goal[first].square().sum()

@@ -1,4 +1,4 @@
-"""ANP-VS: the distribution of its masks, the two losses in one graph, and what is left when the gates are gone."""
+"""ANP-VS: the distribution of its masks, the two losses in one graph, and the network without its gates."""
 
 import copy
 import pickle
@@ -133,8 +133,8 @@ def test_each_parameter_gets_the_gradient_of_its_own_loss(case: str) -> None:
     loss = objective(model, x, y)
     loss.backward()
 
-    model.load_state_dict(statistics)  # the attack sees them
-    torch.manual_seed(3)  # the letter of the paper: the same masks, as a plain graph, and each loss on its own
+    model.load_state_dict(statistics)  # the attack uses them
+    torch.manual_seed(3)  # as in the paper: the same masks, as a plain graph, and each loss alone
     x_adv = PgdTraining(epsilon=0.1, steps=2).attack(model, x, y)
     for gate in gates(pruner):
         gate.record = []
@@ -434,7 +434,7 @@ def test_standardised_images_are_mostly_outside_the_box() -> None:
 
 
 def test_the_authors_attack_is_crippled() -> None:
-    """It moves the image far out of its ball, and yet most of what it does is not the attacker's choice."""
+    """It moves the image far out of its ball, but most of the change does not depend on the attack."""
     x, y = torch.rand(32, 3, 16, 16), torch.arange(32) % 2
     net = nn.Sequential(nn.Flatten(), nn.Linear(768, 2))
     standard, epsilon = standardise(x), 8 / 255

@@ -30,7 +30,7 @@ def step(pruner: BcsP, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     optimizer.zero_grad()
     nn.functional.cross_entropy(pruner.units.model(x), y).backward()
     pruner.after_backward()
-    assert all(not theta.grad[theta <= 0].any() for theta in pruner.theta), "what is dormant learns nothing"
+    assert all(not theta.grad[theta <= 0].any() for theta in pruner.theta), "dormant connections get no gradient"
     optimizer.step()
     pruner.after_step()
 
@@ -122,7 +122,7 @@ def test_one_step_equals_that_of_the_paper() -> None:
     pruner, _ = begun("conv", noise=0.0, decay=0.01)
     optimizer = torch.optim.SGD(pruner.trainable(), lr=0.2)
     pruner.bind(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.05  # a quarter of what it began with: so is the decay
+    optimizer.param_groups[0]["lr"] = 0.05  # a quarter of the first rate, and so is the decay
     theta = [t.detach().clone() for t in pruner.theta]
     twins = [t.clone().requires_grad_() for t in theta]
     model = copy.deepcopy(pruner.units.model)
@@ -155,7 +155,8 @@ def test_without_gradients_the_rates_become_those_of_the_replacements(strategy: 
     torch.manual_seed(3)
     units = Weights(nn.Sequential(nn.Linear(200, 60), nn.Linear(60, 100), nn.Linear(100, 40)))
     counts = allocate("lamp", units, 2200) if strategy else units.sizes
-    # Noise kills half of what is new at once, and the decay lets nothing grow old: a few dozen steps forget the start.
+    # Noise kills half of the new connections immediately, and decay all old ones: after a few dozen steps the start
+    # does not matter.
     pruner = BcsP(units, keep=0.1, strategy=strategy, noise=1.0, decay=0.2, seed=1)
     counts = drift(pruner, 60)
     assert sum(counts) == pruner.total == 2200

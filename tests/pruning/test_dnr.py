@@ -100,13 +100,13 @@ def test_dropped_and_regrown_weights_are_those_of_the_paper() -> None:
         left = [slow_drop(w, old[n], 0.4, 1) for n, w in zip(old, before, strict=True)]
         removed = pruner.total - sum(map(len, left))
         room = [99 * (n - len(rest)) // 100 for n, rest in zip(pruner.units.sizes, left, strict=True)]
-        wish = water_filled(removed, means, room)
+        expected = water_filled(removed, means, room)
         for i, (name, mask) in enumerate(pruner.masks().items()):
             now = set(mask.reshape(-1).nonzero().reshape(-1).tolist())
             weight, momentum = pruner.units.weights[i].detach().reshape(-1), momenta[i].reshape(-1)
             assert left[i] <= now, name
             grown = now - left[i]
-            assert abs(len(grown) - wish[i]) < 1, "the layer's share of the momentum"
+            assert abs(len(grown) - expected[i]) < 1, "the layer's share of the momentum"
             free = sorted(set(range(weight.numel())) - left[i], key=lambda j: -abs(float(momentum[j])))
             assert grown == set(free[: len(grown)]), "the largest momentum among the free positions"
             assert not weight[list(grown)].any(), "regrown weights start from zero"

@@ -48,7 +48,7 @@ def test_twenty_steps_equal_those_of_the_reference_implementation(case: str, lea
     twin.total = pruner.total
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
     fast, slow = torch.optim.SGD(pruner.trainable(), **settings), torch.optim.SGD(twin.parameters(), **settings)
-    if learned_rates:  # both start at the same quotas: the twin's formula is the paper's, ours clips to integers
+    if learned_rates:  # both start at the same quotas: the reference uses the paper's formula, ours clips to integers
         for number, layer in enumerate(twin.layers.values()):
             layer.quota.data.copy_(pruner.quotas.data[number])
     pruner.start()

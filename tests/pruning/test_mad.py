@@ -1,4 +1,4 @@
-"""MAD: what the saliency is, what it decides, and that the pass changes nothing."""
+"""MAD: the saliency, the masks that follow from it, and that the pass does not change the network."""
 
 import copy
 import logging
@@ -61,7 +61,7 @@ def twin_masks(model: nn.Module, names: list[str], x: Tensor, y: Tensor, steps: 
 
 
 def twin_saliency(model: nn.Module, names: list[str], masks: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-    """The letter of the paper: A and G from unfolded patches, and one block a row whose diagonal is the saliency."""
+    """As in the paper: A and G from unfolded patches, and one block a row whose diagonal is the saliency."""
     model = copy.deepcopy(model)
     damage, kept = [], {}
     for name, mask in zip(names, masks, strict=True):
@@ -290,7 +290,7 @@ def test_the_lowest_of_all_layers_are_pruned_and_ties_go_by_magnitude(seed: int,
         gone = [pair for pair, live in zip(pairs, mask.tolist(), strict=True) if not live]
         assert not kept or not gone or min(kept) >= max(gone)
     pruner.write(answer)
-    assert all(torch.equal(mask, answer[name]) for name, mask in pruner.masks().items()), "also of what it wrote"
+    assert all(torch.equal(mask, answer[name]) for name, mask in pruner.masks().items()), "also of the written weights"
 
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -1,4 +1,4 @@
-"""S2AP: the perturbation, what it leaves alone, and that it is a switch."""
+"""S2AP: the perturbation, what it does not change, and the methods that have it as an option."""
 
 import copy
 

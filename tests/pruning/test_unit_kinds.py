@@ -52,7 +52,7 @@ def test_the_units_protocol_is_consistent(kind: str) -> None:
         check_whole(units, expanded)
         assert kept(units, expanded) == counts
         assert units.spent(expanded) == units.spend(counts)
-        # A unit's l1 norm is the sum over what it masks, and l2 the root of the sum of squares.
+        # A unit's l1 norm is the sum over its weights, and l2 the root of the sum of squares.
         sums = units.gather([weight.abs() for weight in weights])
         squares = units.gather([weight.square() for weight in weights])
         for one, two, total, square in zip(

@@ -218,7 +218,7 @@ def test_a_validation_that_would_exceed_the_time_limit_is_not_started(tmp_path: 
 def test_the_state_is_saved_before_a_long_validation(tmp_path: Path, clock: Clock) -> None:
     keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=1000)
     clock.now += 60
-    assert keeper.due(last=True)  # nobody knows how long it will take
+    assert keeper.due(last=True)  # its length is not known yet
     for validation, expected in ((1.0, False), (100.0, True)):
         clock.now += validation
         keeper.save(state(1, 0))

@@ -1,4 +1,4 @@
-"""A training whose numbers are no longer finite stops, says where, and leaves the last good state alone."""
+"""A training with NaN or infinite numbers stops, reports the step, and keeps the last good state."""
 
 from pathlib import Path
 from typing import Any

@@ -107,7 +107,7 @@ def test_an_update_costs_one_forward_and_one_backward_pass() -> None:
         lr=0.01,
         on_step=lambda record: updates.append(record["loss"]),
     )
-    looks = 1  # at the first image, to see how many classes there are
+    looks = 1  # at the first image, for the number of classes
     assert len(updates) == 2 * 2
     assert calls["forward"] - before - looks == calls["backward"] == 2 * 2 * 5
 

@@ -1,4 +1,4 @@
-"""The loop: what it selects, what it refuses, and that it takes anybody's batches."""
+"""The loop: which epoch it selects, what it refuses, and which batches it takes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def order(batches: EpochBatches, epoch: int, start: int = 0) -> list[int]:
 
 
 class Plain(Dataset[tuple[Tensor, int]]):
-    """Images that tell their number."""
+    """Images whose pixels are their number."""
 
     def __len__(self) -> int:
         return 24
@@ -113,7 +113,9 @@ def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:
 
     def validate() -> dict[str, float]:
         masks.append(pruner.masks())
-        assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, "what is validated is exact"
+        assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, (
+            "the validated weights meet the budget"
+        )
         seen.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"robust": next(values)}
 
@@ -187,7 +189,7 @@ def test_divergence_stops_with_advice() -> None:
 
 
 class Batches:
-    """One batch of somebody's data."""
+    """One batch of given data."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -332,7 +334,7 @@ def test_invalid_numbers_of_epochs_and_parts_are_refused(options: dict[str, int]
 
 
 def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
-    """The attack sees the bare module, the loss the engine's wrapper; both are one set of parameters."""
+    """The attack uses the bare module, the loss the wrapper of Fabric; both have the same parameters."""
     model = cases.build("residual")
     compared = 0
 
@@ -351,7 +353,7 @@ def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
 
 
 class Averaged(Objective):
-    """A loss that is weighed by the running mean of the losses before: what it keeps changes every later step."""
+    """A loss divided by the running mean of the losses before, so its state changes every later step."""
 
     replays = 2
 

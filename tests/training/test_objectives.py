@@ -121,7 +121,7 @@ def test_no_attack_leaves_the_clean_loss(name: str) -> None:
 
 @pytest.mark.parametrize("name", cases.CASES)
 def test_the_trades_attack_equals_that_of_the_paper(name: str) -> None:
-    """The clean distribution is constant: the twin computes it in each step, on the plain model."""
+    """The clean distribution is constant: the reference computes it in each step, on the plain model."""
     model, (x, y) = cases.build(name).double(), cases.batch()
     x = x.double()
     torch.manual_seed(5)

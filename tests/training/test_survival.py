@@ -255,7 +255,7 @@ def test_the_time_counts_from_the_start_of_the_command(monkeypatch: pytest.Monke
         tick = 2 / os.sysconf("SC_CLK_TCK")  # the system counts in these
         assert 1000 - (latest + 5 - earliest) - tick <= clock.began() <= 1000 - 5 + tick
         assert before < clock.began()
-        monkeypatch.setenv(SUPERVISOR, "0")  # a system that doesn't tell
+        monkeypatch.setenv(SUPERVISOR, "0")  # a system without this information
         assert clock.began() == 1000
         first.kill()
 
@@ -319,7 +319,7 @@ def test_the_error_of_a_divergence_says_how_to_continue(harp: Harp, tmp_path: Pa
 def test_a_full_disk_does_not_end_a_training(
     tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither states nor metrics can be written until the pruning is done; what is lost is nothing but states."""
+    """Neither states nor metrics can be written until the pruning is done; only states are lost."""
     from harp.system import files, states
 
     full = [True]
@@ -367,7 +367,7 @@ def test_a_full_disk_does_not_end_a_training(
     assert caplog.text.count("it is written with the next epoch") == 3
 
 
-# ---------------------------------------------------------------- what is logged
+# ---------------------------------------------------------------- metrics
 
 
 def test_metrics_have_every_epoch_once_and_no_damaged_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -273,7 +273,7 @@ class Pruner(nn.Module):
         return torch.Generator().manual_seed(derive(self.seed, "pruner", self.draws))
 
     def reset(self) -> None:
-        """Draw random weights, once in a training and alike on every rank.
+        """Draw random weights, once in a training; they are the same on every rank.
 
         Every module that can resets its own parameters. Bare parameters, such as class tokens, stay.
         """

@@ -1,4 +1,4 @@
-"""BCS-P: train sparse from scratch, with connections that die and are drawn anew.
+"""BCS-P: train sparse from scratch, with connections that die and are replaced at random.
 
 Özdenizci, Legenstein: "Training Adversarially Robust Sparse Networks via Bayesian Connectivity Sampling", ICML 2021.
 
@@ -23,7 +23,7 @@ Departures from the authors' code (TensorFlow):
 - the first rewiring is before the first step instead of after it: at large p the start has too few connections;
 - a connection that dies has θ = 0 and no momentum; theirs keeps both, so that a stale momentum can kill the next
   connection there;
-- what is drawn for a full layer goes to the others (theirs is lost for the step), and a layer below its minimum
+- a replacement for a full layer goes to the others (theirs is lost for the step), and a layer below its minimum
   (1 unless set) comes first;
 - decay is for θ only: norms and biases have the optimiser's own. It follows the gradient step instead of preceding it.
 """

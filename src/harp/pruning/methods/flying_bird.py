@@ -212,7 +212,9 @@ class FlyingBirdPlus(FlyingBird):
     def observe(self, record: Mapping[str, Any]) -> None:
         """Note the gap between the accuracies of training and validation."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(self.answers)  # each rank has a part of the images, and all must decide alike
+            torch.distributed.all_reduce(
+                self.answers
+            )  # each rank has a part of the images, and all must decide the same
         right, seen = self.answers.tolist()
         self.answers.zero_()
         validated = record.get("robust", record.get("natural"))
