@@ -254,7 +254,7 @@ def test_a_schedule_reaches_noise_and_decay() -> None:
         epochs=2,
         lr=0.1,
         schedule=lambda progress: 1 - progress,
-        on_step=lambda record: rates.append(pruner._current_rate() / pruner._rate),
+        on_step=lambda record: rates.append(pruner.learning_rate() / pruner.first_rate),
     )
     assert rates == pytest.approx([1, 0.75, 0.5, 0.25])
 

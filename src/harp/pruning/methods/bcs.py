@@ -103,7 +103,7 @@ class BcsP(Pruner):
         check_option(0 < new < math.inf, "new", new, "give a small positive number, like 1e-12")
         super().__init__(units, _total(units, keep), seed)
         self.noise, self.decay, self.new = noise, decay, new
-        self._rate = PAPER_RATE
+        self.first_rate = PAPER_RATE
         if strategy is None:
             counts = [int(rate * n) for rate, n in zip(start_rates(units, keep), units.sizes, strict=True)]
             counts = np.clip(counts, units.lower, units.upper).tolist()
@@ -151,7 +151,7 @@ class BcsP(Pruner):
     def bind(self, optimizer: Optimizer) -> None:
         """Take the optimiser and its first learning rate."""
         super().bind(optimizer)
-        self._rate = self._current_rate()
+        self.first_rate = self.learning_rate()
 
     def start(self, plan: Plan | None = None) -> None:
         """Start from random weights."""
@@ -166,10 +166,10 @@ class BcsP(Pruner):
     @torch.no_grad()
     def after_step(self) -> None:
         """Decay θ, add noise to the active, zero those that died, replace them, and write the weights."""
-        rate, generator = self._current_rate(), self.generator()
+        rate, generator = self.learning_rate(), self.generator()
         for theta, weight in zip(self.theta, self.units.weights, strict=True):
             was_active = weight != 0  # the model still holds the weights of before the step
-            theta.mul_(1 - self.decay * rate / self._rate if self._rate else 1.0)
+            theta.mul_(1 - self.decay * rate / self.first_rate if self.first_rate else 1.0)
             active = theta[was_active]
             theta[was_active] = active + rate * self.noise * torch.randn(active.shape, generator=generator).to(active)
             dormant = ~was_active | (theta <= 0)
@@ -216,7 +216,8 @@ class BcsP(Pruner):
             given += np.minimum(generator.multinomial(left, odds / odds.sum()), room)
         return given
 
-    def _current_rate(self) -> float:
+    def learning_rate(self) -> float:
+        """The current learning rate of θ."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return next((float(g["lr"]) for g in groups if any(p is self.theta[0] for p in g["params"])), PAPER_RATE)
 
