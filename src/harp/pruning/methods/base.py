@@ -411,6 +411,11 @@ class Dynamic(Fixed):
             mask.copy_(masks[name])
         self.write(self.current())
 
+    def largest_live(self, counts: Iterable[int]) -> list[Tensor]:
+        """Masks of so many live weights of each layer, those of largest magnitude."""
+        layers = zip(self.units.weights, self.layer_buffers("mask"), counts, strict=True)
+        return [top_k(weight.detach().abs().masked_fill(~mask, -1.0), count) for weight, mask, count in layers]
+
 
 class Latent(Pruner, ABC):
     """Learn the mask of frozen weights: the base of the score-based methods.

@@ -160,12 +160,9 @@ class Dnr(Dynamic):
 
     def _without_smallest(self) -> list[Tensor]:
         """The masks that the next rewiring leaves before it regrows; no layer falls below its minimum."""
-        rest = []
-        for weight, mask, low in zip(self.units.weights, self.layer_buffers("mask"), self.units.lower, strict=True):
-            active = int(mask.count_nonzero())
-            count = max(low, active - math.ceil(self.rate * active - 1e-9))
-            rest.append(top_k(weight.detach().abs().masked_fill(~mask, -1.0), count))
-        return rest
+        active = [int(mask.count_nonzero()) for mask in self.layer_buffers("mask")]
+        layers = zip(active, self.units.lower, strict=True)
+        return self.largest_live(max(low, n - math.ceil(self.rate * n - 1e-9)) for n, low in layers)
 
     def _room(self, kept: list[Tensor], amount: int) -> list[int]:
         """How many weights each layer may regrow."""

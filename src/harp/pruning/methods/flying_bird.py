@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
-from harp.pruning.masks import Masks, at_random, kept, top_k
+from harp.pruning.masks import Masks, at_random, kept
 from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, check_option, random_masks
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.units import Units
@@ -129,14 +129,13 @@ class FlyingBird(Dynamic):
 
     @torch.no_grad()
     def _rewire(self) -> None:
-        masks, generator = self.layer_buffers("mask"), self.generator()
-        counts = [int(mask.count_nonzero()) for mask in masks]
-        moved = []
-        for weight, mask, count, target in zip(self.units.weights, masks, counts, self.targets(counts), strict=True):
-            rest = min(target, count - math.ceil(self.death * count - 1e-9))
-            stay = top_k(weight.detach().abs().masked_fill(~mask, -1.0), rest)
-            moved.append(stay | at_random(~stay, target - rest, generator))
-        self.move(self.by_name(moved))
+        generator = self.generator()
+        counts = [int(mask.count_nonzero()) for mask in self.layer_buffers("mask")]
+        targets = self.targets(counts)
+        pairs = zip(counts, targets, strict=True)
+        rests = [min(target, count - math.ceil(self.death * count - 1e-9)) for count, target in pairs]
+        layers = zip(self.largest_live(rests), targets, rests, strict=True)
+        self.move(self.by_name(stay | at_random(~stay, target - rest, generator) for stay, target, rest in layers))
 
     def _interval(self) -> int:
         first = self.interval or self._length * PAPER_INTERVAL / PAPER_STEPS
@@ -236,8 +235,7 @@ class FlyingBirdPlus(FlyingBird):
 
     def masks(self) -> Masks:
         """The largest live weights of each layer, at its part of the budget."""
-        layers = zip(self.current().items(), self.units.weights, self.counts, strict=True)
-        return {n: top_k(w.detach().abs().masked_fill(~mask, -1.0), count) for (n, mask), w, count in layers}
+        return self.by_name(self.largest_live(self.counts))
 
     @property
     def ready(self) -> bool:

@@ -116,11 +116,9 @@ class Harp(Hydra):
         infinity = float("inf")
         check_option(1 <= start < infinity, "start", start, "give the first budget as a multiple, 1 or more, like 8")
         check_option(0 <= reach < infinity, "reach", reach, "give a positive number, like 2, or 0 for fixed rates")
-        own = {"lr": quota_lr, "momentum": quota_momentum, "weight_decay": quota_weight_decay}
-        own = {key: value for key, value in own.items() if value is not None}
+        own = {"quota_lr": quota_lr, "quota_momentum": quota_momentum, "quota_weight_decay": quota_weight_decay}
         for name, value in {"initial_rate": initial_rate, "gamma_step": gamma_step, **own}.items():
             if value is not None and not published:
-                name = f"quota_{name}" if name in own else name
                 raise RecipeError(f"{name} {value:.6g} is part of HARP as published: add published=true, or omit it")
         super().__init__(units, keep, sharpness=sharpness)
         first_rate, self.step = self.total / units.size, 0.0
@@ -130,7 +128,8 @@ class Harp(Hydra):
             check_option(0 < rate <= 1, "initial_rate", rate, "give a share above 0 and at most 1")
             check_option(0 < self.step < infinity, "gamma_step", self.step, "give a positive number")
             first_rate = max(first_rate, rate)
-        self.published, self.start_factor, self.reach, self._own = published, start, reach, own
+        self.published, self.start_factor, self.reach = published, start, reach
+        self._own = {name.removeprefix("quota_"): value for name, value in own.items() if value is not None}
         # There is one rate a layer, read on the CPU at every step. In float64: n - floor((1 - a) n) is off by a few in
         # float32 at millions of weights.
         self.low = torch.tensor(units.floors, dtype=torch.float64).clamp_min(0.1 * units.uniform_rate(self.total))
