@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from harp.pruning.methods import Latent as Latent
     from harp.pruning.methods import Mad as Mad
     from harp.pruning.methods import Magnitude as Magnitude
-    from harp.pruning.methods import Objective as Objective
     from harp.pruning.methods import Plan as Plan
     from harp.pruning.methods import Pruner as Pruner
     from harp.pruning.methods import Random as Random
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from harp.pruning.units import Weights as Weights
     from harp.system.distributed.fabric import launch as launch
     from harp.system.distributed.peers import of_this_run as peers
+    from harp.training.base import Objective as Objective
     from harp.training.free_at import FreeTraining as FreeTraining
     from harp.training.loop import Fitted as Fitted
     from harp.training.loop import fit as fit
@@ -131,7 +131,7 @@ _HOMES = {
     "Magnitude": "harp.pruning.methods",
     "Mart": "harp.training.objectives",
     "Natural": "harp.training.objectives",
-    "Objective": "harp.pruning.methods",
+    "Objective": "harp.training.base",
     "Pgd": "harp.attacks",
     "PgdTraining": "harp.training.objectives",
     "Plan": "harp.pruning.methods",

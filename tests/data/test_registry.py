@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from harp.data.batches import Batches
 from harp.data.datasets.base import Facts
 from harp.data.datasets.cifar import CIFAR10
-from harp.data.registry import DATASETS, DataSet, Split, check_batch, facts, holdout, load
+from harp.data.registry import DATASETS, DataSet, Split, facts, holdout, load
 from harp.errors import DataError
 from support import data_files as files
 from support.splits import numbered, numbers, quick
@@ -319,28 +319,6 @@ def test_split_checks_its_tensors() -> None:
         with pytest.raises(DataError, match="expected"):
             Split(images, labels)
     assert numbers(numbered(9).select([4, 0, 4]).images.float() / 255) == [4, 0, 4]
-
-
-def test_check_batch() -> None:
-    x, y = torch.rand(4, 3, 2, 2), torch.tensor([0, 1, 2, 0])
-    check_batch(x, y, 3)
-    check_batch(torch.tensor([[-7e-7], [1 + 7e-7]]), y[:2], 3)
-    for images, labels, message in (
-        (x * 255, y, r"range from .* expected all of them in \[0, 1\]"),
-        (x - 0.5, y, "range from -0"),
-        (x.masked_fill(torch.arange(2) == 1, -3e-6), y, "range from -3e-06"),  # three times the tolerance
-        (x.masked_fill(torch.arange(2) == 1, 1 + 3e-6), y, "range from .* to 1"),
-        (x.clone().fill_(float("nan")), y, "nan"),
-        (x.masked_fill(torch.arange(4).view(4, 1, 1, 1) == 1, float("inf")), y, "inf"),
-        ((x * 255).byte(), y, "torch.uint8, expected float"),
-        (x, y[:3], "expected one label an image"),
-        (x[:0], y[:0], "expected one label an image"),
-        (x, y.float(), "torch.float32, expected integers 0 to 2"),
-        (x, y + 1, "label 3 at position 2, expected 0 to 2"),
-        (x, y - 1, "label -1 at position 0, expected 0 to 2"),
-    ):
-        with pytest.raises(DataError, match=message):
-            check_batch(images, labels, 3)
 
 
 # --- holdout

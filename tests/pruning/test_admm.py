@@ -1,4 +1,4 @@
-"""R-ADMM: the projection, the dual update, the pull, and what is left of the authors' defects: nothing."""
+"""R-ADMM: the projection, the dual update, the pull, and none of the defects of the authors' code."""
 
 import copy
 import itertools
@@ -29,12 +29,12 @@ values = st.lists(st.floats(-3, 3, width=32), min_size=6, max_size=6)
 def test_the_projection_is_the_nearest_point_and_stays_where_it_is(entries: list[float], count: int) -> None:
     w = torch.tensor(entries, dtype=torch.float64)
     units = Weights(nn.Linear(3, 2, dtype=torch.float64))
-    found = project(units, [w], [count])[0]
-    assert int(found.count_nonzero()) <= count
-    assert torch.equal(project(units, [found], [count])[0], found)
+    projected = project(units, [w], [count])[0]
+    assert int(projected.count_nonzero()) <= count
+    assert torch.equal(project(units, [projected], [count])[0], projected)
     supports = itertools.combinations(range(6), count)
     distances = [sum(float(w[i]) ** 2 for i in range(6) if i not in support) for support in supports]
-    assert float((w - found).square().sum()) == pytest.approx(min(distances), abs=1e-12)
+    assert float((w - projected).square().sum()) == pytest.approx(min(distances), abs=1e-12)
 
 
 def dyadic(model: nn.Module, seed: int) -> None:
@@ -70,7 +70,7 @@ def test_the_dual_moves_by_the_distance_to_the_projection_and_rho_grows() -> Non
                 assert torch.equal(u - u_old, weight - z)
 
 
-def test_what_is_added_is_the_gradient_of_the_augmented_term() -> None:
+def test_the_added_gradient_is_that_of_the_augmented_term() -> None:
     model = cases.build("residual").double()
     pruner = Admm(Weights(model), keep=0.1, rho=0.7, period=1)
     torch.manual_seed(3)
@@ -130,7 +130,7 @@ def test_weights_and_sparse_copy_meet_on_a_quadratic(growth: float) -> None:
     assert residuals[-1] < 0.01 * residuals[0]
     assert residuals[10] < residuals[0]
     answer = pruner.finish()["weight"]
-    if growth == 1:  # where the two meet, the loss has no slope along what is kept; a growing rho stops short of that
+    if growth == 1:  # where the two meet, the loss is flat along the kept weights; a growing rho stops before that
         torch.testing.assert_close(model.weight[answer], goal[answer], rtol=0, atol=0.02)
     best = goal[mask_ops.top_k(goal.abs(), 40)].square().sum()
     assert goal[answer].square().sum() > 0.9 * best > 1.5 * goal[first].square().sum()
@@ -159,7 +159,7 @@ def test_counts_are_the_strategys_at_construction(strategy: str) -> None:
     assert Admm(units, keep=0.1, strategy=given_rates).counts == allocate(given_rates, units, units.total(0.1))
 
 
-def test_all_weights_train_dense_and_the_exact_ones_are_shown_for_a_while() -> None:
+def test_all_weights_train_dense_except_within_exact() -> None:
     model = cases.build("conv")
     pruner = Admm(Weights(model), keep=0.1)
     seen = []
@@ -235,7 +235,7 @@ def test_without_a_plan_the_period_is_the_authors() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(1, 20), st.integers(0, 199))
-def test_the_sawtooth_starts_afresh_with_each_update(tenth: int, epoch: int) -> None:
+def test_the_sawtooth_restarts_at_each_update(tenth: int, epoch: int) -> None:
     """At thirds that are whole epochs: lr · 0.1^floor((e mod T) / (T / 3)), looked at in the middle of the epoch."""
     period, epochs = 3 * tenth, 30 * tenth
     epoch %= epochs
@@ -244,6 +244,6 @@ def test_the_sawtooth_starts_afresh_with_each_update(tenth: int, epoch: int) -> 
 
 
 @pytest.mark.parametrize("options", [{"rho": 0.0}, {"rho": float("nan")}, {"rho_growth": 0.9}, {"period": 0}])
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         Admm(Weights(cases.build("conv")), keep=0.1, **options)

@@ -163,7 +163,7 @@ def test_lamp_is_blind_to_a_layers_scale_and_never_empties_a_layer() -> None:
     assert min(allocation.lamp(Weights(net), 3)) == 1
 
 
-def test_global_magnitude_keeps_the_largest_of_all() -> None:
+def test_global_magnitude_keeps_the_largest_weights_of_all_layers() -> None:
     torch.manual_seed(5)
     units = Weights(Layers([(6, 6), (9, 9)]))
     values = np.concatenate([w.detach().abs().flatten().numpy() for w in units.weights])

@@ -1,4 +1,4 @@
-"""ANP-VS: the distribution of its masks, the two losses in one graph, and what is left when the gates are gone."""
+"""ANP-VS: the distribution of its masks, the two losses in one graph, and the network without its gates."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from harp.attacks import Ball, Pgd
 from harp.errors import ModelError, RecipeError
 from harp.pruning import masks as mask_ops
 from harp.pruning.methods import AnpVs, Plan
-from harp.pruning.methods._standardised import CrippledPgd, Standardised, standardise
+from harp.pruning.methods.anp import CrippledPgd, Standardised, outputs_of, standardise
 from harp.pruning.methods.beta_bernoulli import ALPHA, Gate, divergence, expected_pi, sample_log_pi
 from harp.pruning.units import Weights
 from harp.training.loop import fit
@@ -110,7 +110,7 @@ def test_draws_and_their_gradients_are_finite_wherever_the_parameters_go(a: floa
     assert gate.expected().isfinite().all()
 
 
-def test_masks_are_per_example_and_the_same_at_every_place() -> None:
+def test_masks_are_per_example_and_the_same_at_every_position() -> None:
     gate = Gate(torch.zeros(8, 3, 3, 3), 0.1, 1e-3)
     module = nn.Identity()
     out = gate.after(module, (), torch.ones(5, 8, 4, 4))
@@ -133,8 +133,8 @@ def test_each_parameter_gets_the_gradient_of_its_own_loss(case: str) -> None:
     loss = objective(model, x, y)
     loss.backward()
 
-    model.load_state_dict(statistics)  # the attack sees them
-    torch.manual_seed(3)  # the letter of the paper: the same masks, as a plain graph, and each loss on its own
+    model.load_state_dict(statistics)  # the attack uses them
+    torch.manual_seed(3)  # as in the paper: the same masks, as a plain graph, and each loss alone
     x_adv = PgdTraining(epsilon=0.1, steps=2).attack(model, x, y)
     for gate in gates(pruner):
         gate.record = []
@@ -144,7 +144,7 @@ def test_each_parameter_gets_the_gradient_of_its_own_loss(case: str) -> None:
     for images in (x, x_adv):
         for gate, masks in zip(gates(pruner), drawn, strict=True):
             gate.record, gate.replay = None, iter(masks)
-        with objective.watch() as features:
+        with outputs_of(pruner.watched()) as features:
             passes.append((F.cross_entropy(model(images), y), features))
     (clean, before), (adversarial, after) = passes
     shift = sum((b - a).abs().mean() for a, b in zip(before, after, strict=True)) / len(before)
@@ -160,7 +160,7 @@ def test_each_parameter_gets_the_gradient_of_its_own_loss(case: str) -> None:
     assert any(bool(gate.raw.grad.any()) for gate in gates(pruner))
 
 
-def test_without_an_attack_there_is_no_vulnerability_for_both_passes_share_their_masks() -> None:
+def test_without_an_attack_the_vulnerability_is_zero() -> None:
     losses = []
     for weight in (0.0, 1e6):
         model, pruner = built("conv", vulnerability=weight)
@@ -169,15 +169,15 @@ def test_without_an_attack_there_is_no_vulnerability_for_both_passes_share_their
     assert losses[0] == pytest.approx(losses[1], abs=1e-2)  # a shift of any size would stand out a millionfold
 
 
-def test_the_features_are_what_activations_give_and_hidden_linear_layers_before_them() -> None:
+def test_the_features_are_outputs_of_activations_and_of_hidden_linear_layers() -> None:
     model, pruner = built("conv")
-    watched = pruner.wrap(Natural()).watched
+    watched = pruner.watched()
     assert watched == [model.features[2], model.features[6], model.classifier[1], model.classifier[0]]
     model, pruner = built("residual")  # whose activations are no modules
-    assert pruner.wrap(Natural()).watched == [model.stem, model.conv1, model.conv2, model.shortcut]
+    assert pruner.watched() == [model.stem, model.conv1, model.conv2, model.shortcut]
 
 
-def test_the_divergence_is_weighed_by_the_images_of_an_epoch_and_the_step_is_adams() -> None:
+def test_the_divergence_is_weighted_by_the_images_of_an_epoch_and_the_step_is_adams() -> None:
     model, pruner = built("conv", beta=3.0, mask_lr=0.02)
     pruner.start(Plan(epochs=2, steps=5, lr=0.1))
     optimizer = torch.optim.SGD(pruner.trainable(), lr=0.1, momentum=0.9, weight_decay=5e-4)
@@ -201,7 +201,7 @@ def test_the_divergence_is_weighed_by_the_images_of_an_epoch_and_the_step_is_ada
             torch.testing.assert_close(gate.raw, parameter, rtol=1e-5, atol=1e-6)
 
 
-def test_an_adam_outside_is_left_to_find_the_direction() -> None:
+def test_with_adam_as_the_optimiser_the_gradient_is_left_as_it_is() -> None:
     _, pruner = built("conv", beta=0.0)
     pruner.bind(torch.optim.AdamW(pruner.trainable(), lr=0.1))
     gate = gates(pruner)[0]
@@ -211,7 +211,7 @@ def test_an_adam_outside_is_left_to_find_the_direction() -> None:
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-def test_what_is_left_answers_as_the_gated_network_in_eval_mode(case: str) -> None:
+def test_the_folded_network_equals_the_gated_one_in_eval_mode(case: str) -> None:
     model, pruner = built(case)
     with torch.no_grad():
         for module in model.modules():
@@ -237,7 +237,7 @@ def test_what_is_left_answers_as_the_gated_network_in_eval_mode(case: str) -> No
     assert mask_ops.kept(finished) == pruner.total < sum(pruner.units.sizes)
 
 
-def test_a_pruned_channel_leaves_its_constant_and_nothing_else() -> None:
+def test_a_pruned_channel_leaves_only_its_constant() -> None:
     outputs = []
     for noise in (0.0, 100.0):
         model, pruner = built("grouped")
@@ -272,7 +272,7 @@ def test_the_attack_sees_the_mean_network_and_stays_in_its_ball() -> None:
         torch.testing.assert_close(attack(model, x, y), x_adv, rtol=0, atol=1e-3)
 
 
-def test_copies_have_gates_of_their_own() -> None:
+def test_copies_have_their_own_gates() -> None:
     model, pruner = built("conv")
     x, _ = cases.batch()
     before = model.eval()(x)
@@ -301,7 +301,22 @@ def test_the_best_epoch_is_folded_once() -> None:
     assert all(not w[~fitted.masks[n]].any() for n, w in zip(pruner.units.names, pruner.units.weights, strict=True))
 
 
-def test_without_a_target_the_total_is_that_of_the_moment() -> None:
+def test_exact_leaves_a_finished_network_and_one_without_gates_as_they_are() -> None:
+    model, pruner = built("conv")
+    pruner.finish()
+    state = copy.deepcopy(model.state_dict())
+    with pruner.exact():
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model = cases.build("conv")
+    pruner = AnpVs(Weights(model), keep=KEEP)  # the gates are registered by `start`
+    state = copy.deepcopy(model.state_dict())
+    with pruner.exact():
+        assert sum(int(weight.count_nonzero()) for weight in pruner.units.weights) <= pruner.total
+    assert hooks(model) == 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_without_a_target_the_total_follows_the_masks() -> None:
     _, pruner = built("conv")
     assert pruner.total == mask_ops.kept(pruner.masks()) == sum(pruner.units.sizes)
     scatter(pruner)
@@ -323,7 +338,7 @@ def test_without_a_target_the_total_is_that_of_the_moment() -> None:
     assert all(weight[masks[name]].all() for name, weight in zip(masks, pruner.units.weights, strict=True))
 
 
-def test_sparsity_emerges_when_the_divergence_weighs_more() -> None:
+def test_a_larger_weight_of_the_divergence_gives_more_sparsity() -> None:
     kept = []
     for beta in (1.0, 1e7):
         model = cases.build("conv")
@@ -361,7 +376,7 @@ def test_a_target_takes_the_best_units_first(case: str, keep: float) -> None:
         assert min(kept) >= max(pruned)
 
 
-def test_equal_units_go_by_their_norms() -> None:
+def test_equal_units_are_ranked_by_their_norms() -> None:
     model, pruner = built("residual", keep=0.3)
     for name, mask in list(pruner.masks().items())[:-1]:
         norms = model.get_parameter(name).detach().flatten(1).norm(dim=1)
@@ -370,7 +385,7 @@ def test_equal_units_go_by_their_norms() -> None:
 
 
 @given(st.floats(0.2, 0.45))
-def test_limits_hold(keep: float) -> None:
+def test_the_limits_of_layers_are_kept(keep: float) -> None:
     model = cases.build("conv")
     units = Weights(model, minimum={"features.0": 0.5}, maximum={"classifier.0": 0.05, "features.4": 0.7})
     for target in (keep, None):
@@ -382,7 +397,7 @@ def test_limits_hold(keep: float) -> None:
         assert all(low <= count <= high for low, count, high in limits)
 
 
-def test_a_budget_of_nothing_but_the_least_counts_is_met() -> None:
+def test_the_smallest_possible_budget_is_met() -> None:
     units = Weights(cases.build("residual"), minimum={"*": 0.1})
     pruner = AnpVs(units, keep=sum(units.lower) / sum(units.sizes))
     scatter(pruner)
@@ -390,7 +405,7 @@ def test_a_budget_of_nothing_but_the_least_counts_is_met() -> None:
     assert [int(mask.sum()) for mask in pruner.masks().values()] == units.lower
 
 
-def test_layers_that_no_gate_fits_stay_as_they_are_or_take_an_equal_share() -> None:
+def test_layers_without_gates_stay_dense_or_take_an_equal_share() -> None:
     _, pruner = built("transformer")
     named = [pruner.units.names[i] for i, _ in pruner.layers()]
     attention = [name for name in pruner.units.names if "self_attn" in name]
@@ -419,7 +434,7 @@ def test_standardised_images_are_mostly_outside_the_box() -> None:
 
 
 def test_the_authors_attack_is_crippled() -> None:
-    """It moves the image far out of its ball, and yet most of what it does is not the attacker's choice."""
+    """It moves the image far out of its ball, but most of the change does not depend on the attack."""
     x, y = torch.rand(32, 3, 16, 16), torch.arange(32) % 2
     net = nn.Sequential(nn.Flatten(), nn.Linear(768, 2))
     standard, epsilon = standardise(x), 8 / 255
@@ -467,7 +482,7 @@ def test_standardised_training_is_on_standardised_images() -> None:
         {"mask_lr": 0.0},
     ],
 )
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(RecipeError):
         AnpVs(Weights(cases.build("conv")), **options)
 

@@ -30,7 +30,7 @@ def step(pruner: BcsP, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     optimizer.zero_grad()
     nn.functional.cross_entropy(pruner.units.model(x), y).backward()
     pruner.after_backward()
-    assert all(not theta.grad[theta <= 0].any() for theta in pruner.theta), "what is dormant learns nothing"
+    assert all(not theta.grad[theta <= 0].any() for theta in pruner.theta), "dormant connections get no gradient"
     optimizer.step()
     pruner.after_step()
 
@@ -67,7 +67,7 @@ def test_a_stage_that_holds_most_weights_is_not_boosted() -> None:
 
 @given(keep=st.floats(0.02, 0.9), case=st.sampled_from(sorted(cases.CASES)), seed=st.integers(0, 2**30))
 @settings(max_examples=25, deadline=None)
-def test_the_total_is_the_floor_and_the_start_has_no_less(keep: float, case: str, seed: int) -> None:
+def test_the_total_is_rounded_down_and_the_start_has_at_least_it(keep: float, case: str, seed: int) -> None:
     units = Weights(cases.build(case))
     pruner = BcsP(units, keep, seed=seed)
     assert pruner.total == int(keep * sum(units.sizes) + 1e-9) in (units.total(keep), units.total(keep) - 1)
@@ -101,7 +101,7 @@ def test_the_count_falls_by_deaths_only_and_is_exact_after_every_rewiring() -> N
     assert reached, "noise this large kills enough in thirty steps"
 
 
-def test_new_connections_have_the_small_value_and_no_past() -> None:
+def test_new_connections_have_the_small_value_and_no_momentum() -> None:
     pruner, optimizer = begun("conv", keep=0.3, noise=1.0)
     step(pruner, optimizer)
     old = [weight != 0 for weight in copy.deepcopy(pruner.units.weights)]
@@ -118,11 +118,11 @@ def test_new_connections_have_the_small_value_and_no_past() -> None:
     assert born > 0
 
 
-def test_one_step_is_the_papers() -> None:
+def test_one_step_equals_that_of_the_paper() -> None:
     pruner, _ = begun("conv", noise=0.0, decay=0.01)
     optimizer = torch.optim.SGD(pruner.trainable(), lr=0.2)
     pruner.bind(optimizer)
-    optimizer.param_groups[0]["lr"] = 0.05  # a quarter of what it began with: so is the decay
+    optimizer.param_groups[0]["lr"] = 0.05  # a quarter of the first rate, and so is the decay
     theta = [t.detach().clone() for t in pruner.theta]
     twins = [t.clone().requires_grad_() for t in theta]
     model = copy.deepcopy(pruner.units.model)
@@ -151,19 +151,20 @@ def drift(pruner: BcsP, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", [None, "lamp"])
-def test_without_a_gradient_layers_get_what_replacements_are_drawn_by(strategy: str | None) -> None:
+def test_without_gradients_the_rates_become_those_of_the_replacements(strategy: str | None) -> None:
     torch.manual_seed(3)
     units = Weights(nn.Sequential(nn.Linear(200, 60), nn.Linear(60, 100), nn.Linear(100, 40)))
     counts = allocate("lamp", units, 2200) if strategy else units.sizes
-    # Noise kills half of what is new at once, and the decay lets nothing grow old: a few dozen steps forget the start.
+    # Noise kills half of the new connections immediately, and decay all old ones: after a few dozen steps the start
+    # does not matter.
     pruner = BcsP(units, keep=0.1, strategy=strategy, noise=1.0, decay=0.2, seed=1)
-    found = drift(pruner, 60)
-    assert sum(found) == pruner.total == 2200
+    counts = drift(pruner, 60)
+    assert sum(counts) == pruner.total == 2200
     expected = [pruner.total * count / sum(counts) for count in counts]
-    chi_square = sum((a - b) ** 2 / b for a, b in zip(found, expected, strict=True))
+    chi_square = sum((a - b) ** 2 / b for a, b in zip(counts, expected, strict=True))
     assert chi_square < 13.8, "0.999 quantile of chi square with two degrees of freedom"
     others = [pruner.total * n / sum(units.sizes) for n in units.sizes] if strategy else [pruner.total / 3] * 3
-    assert sum((a - b) ** 2 / b for a, b in zip(found, others, strict=True)) > 50, "and nothing else"
+    assert sum((a - b) ** 2 / b for a, b in zip(counts, others, strict=True)) > 50, "and nothing else"
 
 
 def test_a_strategy_gives_the_first_counts() -> None:
@@ -173,7 +174,7 @@ def test_a_strategy_gives_the_first_counts() -> None:
     assert pruner.ready
 
 
-def test_full_layers_pass_on_and_limits_hold() -> None:
+def test_replacements_of_full_layers_go_to_others_within_the_limits() -> None:
     units = Weights(cases.build("conv"), maximum={"features.4": 0.02}, minimum={"classifier.3": 0.5})
     pruner = BcsP(units, keep=0.4, noise=1.0, decay=0.1)
     for _ in range(10):
@@ -186,7 +187,7 @@ def test_full_layers_pass_on_and_limits_hold() -> None:
 
 
 @pytest.mark.parametrize(("minimum", "least"), [({}, 1), ({"2": 0.5}, 10)])
-def test_an_emptied_layer_is_served_first(minimum: dict[str, float], least: int) -> None:
+def test_an_empty_layer_gets_replacements_first(minimum: dict[str, float], least: int) -> None:
     """By size alone the last layer would be given one weight in six hundred, and could stay empty for long."""
     layers = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 20), nn.Linear(20, 1))
     for seed in range(5):
@@ -205,7 +206,7 @@ def test_an_emptied_layer_is_served_first(minimum: dict[str, float], least: int)
         assert sum(pruner.active()) == pruner.total
 
 
-def test_the_answer_is_the_largest_theta_while_too_many_live() -> None:
+def test_the_masks_keep_the_largest_theta_while_too_many_are_active() -> None:
     pruner, optimizer = begun("conv", keep=0.02)
     step(pruner, optimizer)
     assert sum(pruner.active()) > pruner.total
@@ -214,7 +215,7 @@ def test_the_answer_is_the_largest_theta_while_too_many_live() -> None:
     assert least >= max(float(theta[~mask].max()) for theta, mask in pairs)
 
 
-def test_the_model_forgets_what_it_learned_before_but_once() -> None:
+def test_the_weights_are_reset_once() -> None:
     models = [cases.build("transformer", seed=seed) for seed in (0, 1)]
     for model in models:
         pruner = BcsP(Weights(model), keep=0.1)
@@ -253,13 +254,13 @@ def test_a_schedule_reaches_noise_and_decay() -> None:
         epochs=2,
         lr=0.1,
         schedule=lambda progress: 1 - progress,
-        on_step=lambda record: rates.append(pruner._current_rate() / pruner._rate),
+        on_step=lambda record: rates.append(pruner.learning_rate() / pruner.first_rate),
     )
     assert rates == pytest.approx([1, 0.75, 0.5, 0.25])
 
 
 @pytest.mark.parametrize("options", [{"noise": -1.0}, {"decay": 1.0}, {"new": 0.0}])
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(RecipeError):
         BcsP(Weights(cases.build("conv")), keep=0.1, **options)
 

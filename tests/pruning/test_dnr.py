@@ -86,7 +86,7 @@ def test_the_global_count_is_exact_after_each_epoch(
             assert not weight[~mask].any()
 
 
-def test_what_drops_and_what_regrows_by_the_letter() -> None:
+def test_dropped_and_regrown_weights_are_those_of_the_paper() -> None:
     model = cases.build("conv")
     pruner = Dnr(Weights(model), keep=0.3, prune_rate=0.4, seed=1)
     optimizer = bound(pruner)
@@ -100,13 +100,13 @@ def test_what_drops_and_what_regrows_by_the_letter() -> None:
         left = [slow_drop(w, old[n], 0.4, 1) for n, w in zip(old, before, strict=True)]
         removed = pruner.total - sum(map(len, left))
         room = [99 * (n - len(rest)) // 100 for n, rest in zip(pruner.units.sizes, left, strict=True)]
-        wish = water_filled(removed, means, room)
+        expected = water_filled(removed, means, room)
         for i, (name, mask) in enumerate(pruner.masks().items()):
             now = set(mask.reshape(-1).nonzero().reshape(-1).tolist())
             weight, momentum = pruner.units.weights[i].detach().reshape(-1), momenta[i].reshape(-1)
             assert left[i] <= now, name
             grown = now - left[i]
-            assert abs(len(grown) - wish[i]) < 1, "the layer's share of the momentum"
+            assert abs(len(grown) - expected[i]) < 1, "the layer's share of the momentum"
             free = sorted(set(range(weight.numel())) - left[i], key=lambda j: -abs(float(momentum[j])))
             assert grown == set(free[: len(grown)]), "the largest momentum among the free positions"
             assert not weight[list(grown)].any(), "regrown weights start from zero"
@@ -149,15 +149,15 @@ def test_without_momentum_each_layer_gets_back_what_it_lost() -> None:
 def test_spread_is_exact_and_within_the_rooms(layers: list[tuple[float, int]], part: float) -> None:
     shares, room = [s for s, _ in layers], [r for _, r in layers]
     amount = int(part * sum(room))
-    found = spread(amount, shares, room)
-    assert sum(found) == amount
-    assert all(0 <= count <= limit for count, limit in zip(found, room, strict=True))
+    given = spread(amount, shares, room)
+    assert sum(given) == amount
+    assert all(0 <= count <= limit for count, limit in zip(given, room, strict=True))
     if all(amount <= limit for limit in room) and sum(shares) > 0:
-        for count, share in zip(found, shares, strict=True):
+        for count, share in zip(given, shares, strict=True):
             assert abs(count - amount * share / sum(shares)) < len(shares)
 
 
-def test_spread_gives_what_does_not_fit_to_the_others_by_their_shares() -> None:
+def test_spread_gives_the_excess_to_the_others_by_their_shares() -> None:
     assert spread(10, [5.0, 3.0, 2.0], [100, 100, 100]) == [5, 3, 2]
     assert spread(100, [8.0, 1.0, 1.0], [20, 100, 100]) == [20, 40, 40]
     assert spread(100, [8.0, 3.0, 1.0], [20, 100, 100]) == [20, 60, 20]
@@ -194,7 +194,7 @@ def test_the_prune_rate_falls_along_a_cosine() -> None:
     assert constant.rate == 0.3
 
 
-def test_the_last_epoch_leaves_the_masks_alone() -> None:
+def test_the_last_epoch_does_not_change_the_masks() -> None:
     moved = []
 
     class Watched(Dnr):
@@ -255,7 +255,7 @@ def test_dense_gradients_reach_the_momentum_while_the_weights_stay_zero() -> Non
         assert not weight[~mask].any()
 
 
-def test_the_pull_is_the_gradient_of_the_distance_to_what_the_next_rewiring_leaves() -> None:
+def test_the_pull_is_the_gradient_of_the_distance_to_the_weights_after_the_next_rewiring() -> None:
     model = cases.build("conv")
     pruner = Dnr(Weights(model), keep=0.3, prune_rate=0.5, pull=0.2)
     pruner.start(Plan(4, 10, lr=0.1))
@@ -301,7 +301,7 @@ def test_the_seed_draws_the_first_masks() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["lamp", "uniform"])
-def test_rates_read_off_trained_weights_start_from_random_ones_once(strategy: str) -> None:
+def test_a_strategy_that_depends_on_weights_resets_them_once(strategy: str) -> None:
     model = cases.build("conv")
     trained = model.features[0].weight.detach().clone()
     pruner = Dnr(Weights(model), keep=0.5, strategy=strategy)
@@ -314,6 +314,6 @@ def test_rates_read_off_trained_weights_start_from_random_ones_once(strategy: st
 
 
 @pytest.mark.parametrize("options", [{"prune_rate": 1.0}, {"clean_weight": 1.1}, {"pull": -1.0}])
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         Dnr(Weights(cases.build("conv")), keep=0.1, **options)

@@ -76,7 +76,7 @@ def test_a_move_drops_the_smallest_and_regrows_from_zero() -> None:
     seed=st.integers(0, 2**30),
 )
 @settings(max_examples=20, deadline=None)
-def test_the_counts_are_the_strategys_at_every_moment(
+def test_the_counts_are_always_those_of_the_strategy(
     keep: float, case: str, strategy: str, plus: bool, seed: int
 ) -> None:
     method = FlyingBirdPlus if plus else FlyingBird
@@ -92,15 +92,15 @@ def test_the_counts_are_the_strategys_at_every_moment(
 
 def moves(pruner: FlyingBird, optimizer: torch.optim.Optimizer, steps: int) -> list[int]:
     """The steps at which masks moved."""
-    found = []
+    at = []
     for number in range(1, steps + 1):
         moved = pruner.moved
         step(pruner, optimizer)
-        found += [number] if pruner.moved != moved else []
-    return found
+        at += [number] if pruner.moved != moved else []
+    return at
 
 
-def test_intervals_are_a_third_longer_in_the_second_half_and_the_last_step_is_for_nothing() -> None:
+def test_intervals_are_a_third_longer_in_the_second_half_and_the_last_step_moves_nothing() -> None:
     assert moves(*begun(interval=6), 40) == [6, 12, 18, 26, 34]
     assert moves(*begun(interval=10), 40) == [10, 20, 33]
     assert moves(*begun(plan=Plan(1, 5, 0.1), interval=1), 5) == [1, 2, 3, 4]
@@ -119,14 +119,14 @@ def test_the_death_rate_falls_along_half_a_cosine() -> None:
     assert rates == pytest.approx([0.5, 0.2525, 0.005, 0.005])
 
 
-def test_no_death_no_moves() -> None:
+def test_without_a_death_rate_the_masks_stay() -> None:
     pruner, optimizer = begun(interval=1, death_rate=0.0)
     before = live(pruner)
     assert moves(pruner, optimizer, 5) == []
     assert all(torch.equal(a, b) for a, b in zip(before, live(pruner), strict=True))
 
 
-def test_a_strategy_that_reads_weights_starts_over_and_others_keep_the_models_start() -> None:
+def test_only_a_strategy_that_depends_on_weights_resets_them() -> None:
     for strategy, fresh in (("lamp", True), ("igq", False)):
         model = cases.build("conv")
         before = copy.deepcopy(model.state_dict())
@@ -165,7 +165,7 @@ class Falling:
 
 
 @pytest.mark.parametrize("growing", [True, False])
-def test_plus_grows_while_validation_falls_and_comes_back(growing: bool) -> None:
+def test_plus_grows_while_validation_falls_and_returns_to_the_budget(growing: bool) -> None:
     model = cases.build("conv")
     pruner = FlyingBirdPlus(Weights(model), keep=0.2, interval=2, prune_ratio=0.0, growth_ratio=0.5)
     densities: list[tuple[float, float, int]] = []
@@ -190,7 +190,7 @@ def test_plus_grows_while_validation_falls_and_comes_back(growing: bool) -> None
     assert sum(int(weight.count_nonzero()) for weight in pruner.units.weights) <= pruner.total
 
 
-def test_what_lives_beyond_the_answer_is_trained_and_survives_a_resume() -> None:
+def test_live_weights_beyond_the_budget_are_trained_and_resumed() -> None:
     plan = Plan(10, 10, 0.1)
     pruner, optimizer = begun(FlyingBirdPlus, plan, interval=2, growth_ratio=1.0)
     pruner.step = pruner.moved = 60
@@ -255,7 +255,7 @@ def test_the_accuracy_of_training_is_that_of_the_loss_pass(objective: Any) -> No
     assert pruner.answers.tolist() == [0, 0], "an epoch without validation does not count for the next"
 
 
-def test_plus_is_steered_by_the_robust_accuracy_where_both_are_known() -> None:
+def test_plus_uses_the_robust_accuracy_if_both_are_known() -> None:
     pruner = FlyingBirdPlus(Weights(cases.build("conv")), keep=0.5)
     for natural, robust in ((0.75, 0.25), (0.5, 0.125)):
         pruner.answers += torch.tensor([6, 8])
@@ -264,7 +264,7 @@ def test_plus_is_steered_by_the_robust_accuracy_where_both_are_known() -> None:
     assert pruner.gaps == [0.5, 0.625]
 
 
-def test_an_objective_of_ones_own_that_knows_no_forward_is_not_measured() -> None:
+def test_an_objective_that_does_not_use_forward_is_not_measured() -> None:
     pruner = FlyingBirdPlus(Weights(cases.build("conv")), keep=0.5)
 
     def objective(model: nn.Module, x: Tensor, y: Tensor, forward: Any = None) -> Tensor:
@@ -286,6 +286,6 @@ def test_an_objective_of_ones_own_that_knows_no_forward_is_not_measured() -> Non
         {"window": 0},
     ],
 )
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError):
         FlyingBirdPlus(Weights(cases.build("conv")), keep=0.1, **options)

@@ -1,4 +1,4 @@
-"""Every method still learns what it learned."""
+"""Every method has the loss curve that was recorded."""
 
 import json
 

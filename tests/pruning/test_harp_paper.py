@@ -37,7 +37,7 @@ def doubled(case: str) -> nn.Module:
 
 @pytest.mark.parametrize("case", ["conv", "residual", "grouped"])
 @pytest.mark.parametrize("learned_rates", [True, False], ids=["harp", "hydra"])
-def test_the_fast_core_equals_the_slow_twin_over_twenty_steps(case: str, learned_rates: bool) -> None:
+def test_twenty_steps_equal_those_of_the_reference_implementation(case: str, learned_rates: bool) -> None:
     model, gamma = doubled(case), 0.3
     units = Weights(model)
     pruner = Harp(units, keep=KEEP, published=True, gamma_step=gamma) if learned_rates else Hydra(units, keep=KEEP)
@@ -48,7 +48,7 @@ def test_the_fast_core_equals_the_slow_twin_over_twenty_steps(case: str, learned
     twin.total = pruner.total
     settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
     fast, slow = torch.optim.SGD(pruner.trainable(), **settings), torch.optim.SGD(twin.parameters(), **settings)
-    if learned_rates:  # both start at the same quotas: the twin's formula is the paper's, ours clips to integers
+    if learned_rates:  # both start at the same quotas: the reference uses the paper's formula, ours clips to integers
         for number, layer in enumerate(twin.layers.values()):
             layer.quota.data.copy_(pruner.quotas.data[number])
     pruner.start()
@@ -125,7 +125,7 @@ def test_initial_quota_is_the_papers() -> None:
     assert counts == [n - int((1 - a) * n) for n, a in zip(units.sizes, pruner.rates().tolist(), strict=True)]
 
 
-def test_gamma_follows_the_papers_figure() -> None:
+def test_gamma_follows_the_figure_of_the_paper() -> None:
     """VGG16 at 99 %: the budget loss first rounds to zero at the end of epoch 11, and γ stays 0.11 from then on."""
     figure = [6.9187, 4.3540, 2.9282, 2.0767, 1.3823, 0.9187, 0.5806, 0.3391, 0.1540, 0.0105, 0.0000]
     figure += [0.0007, 0.0002, 0.0007, 0.0004, 0.0004, 0.0000, 0.0001, 0.0001, 0.0000]
@@ -143,7 +143,7 @@ def test_gamma_follows_the_papers_figure() -> None:
 def spend(pruner: Harp, factor: float) -> None:
     """Shift all quotas until the soft rates spend so many times the budget."""
     with torch.no_grad():
-        pruner.quotas += pruner._balance(factor * pruner.total)
+        pruner.quotas += pruner.balance(factor * pruner.total)
     assert float(pruner.units.cost(pruner.rates().detach())) == pytest.approx(factor * pruner.total, rel=1e-4)
 
 
@@ -162,7 +162,7 @@ def test_an_epoch_can_be_chosen_within_one_per_cent_of_a_budget_that_was_met() -
 
 
 @pytest.mark.parametrize("stop_after", [2, 4, 8, 13])  # epochs 1, 2, 3 and 5
-def test_a_resumed_training_goes_on_with_its_gamma(stop_after: int) -> None:
+def test_a_resumed_training_keeps_its_gamma(stop_after: int) -> None:
     def trained(keeper: Memory) -> tuple[list[tuple[float, float]], Harp]:
         model = cases.build("residual")
         pruner = Harp(Weights(model), keep=0.02, published=True, gamma_step=0.5)
@@ -175,8 +175,8 @@ def test_a_resumed_training_goes_on_with_its_gamma(stop_after: int) -> None:
     keeper = Memory(stop_after)
     with pytest.raises(InterruptedError):
         trained(keeper)
-    found, resumed = trained(Memory(state=keeper.state))
-    assert found == expected
+    result, resumed = trained(Memory(state=keeper.state))
+    assert result == expected
     assert_same_state(resumed, pruner)
 
 

@@ -73,13 +73,13 @@ def test_the_budget_falls_in_even_factors_at_any_length(keep: float, steps: int)
     units = Weights(nn.Sequential(nn.Linear(100, 400), nn.ReLU(), nn.Linear(400, 100)))
     pruner = Harp(units, keep=keep)
     pruner.length = steps
-    found = []
+    factors = []
     for done in (0, steps / 4, steps / 2, steps):
         pruner.done = done
-        pruner._follow_budget()
-        found.append(soft_cost(pruner) / pruner.total)
+        pruner.follow_budget()
+        factors.append(soft_cost(pruner) / pruner.total)
     most = min(8.0, units.size / pruner.total)
-    assert found == pytest.approx([most, most**0.5, 1.0, 1.0], rel=0.01)
+    assert factors == pytest.approx([most, most**0.5, 1.0, 1.0], rel=0.01)
 
 
 def test_a_dead_filter_does_not_move_the_quotas() -> None:
@@ -90,25 +90,25 @@ def test_a_dead_filter_does_not_move_the_quotas() -> None:
     generator = torch.Generator().manual_seed(0)
     plain = [torch.randn(weight.shape, generator=generator) for weight in pruner.units.weights]
     wild = [gradient.clone() for gradient in plain]
-    layer = pruner._kept[1]
+    layer = pruner.kept[1]
     layer[3] = False  # a filter with nothing left
     wild[1][3] = 1e6
-    worth = [pruner._worth(gradients) for gradients in (plain, wild)]
+    worth = [pruner.worth(gradients) for gradients in (plain, wild)]
     assert torch.equal(*worth)
     wild[1][4][~layer[4]] = 1e6  # of a living one it is
-    assert layer[4].any() and not torch.equal(worth[0], pruner._worth(wild))
+    assert layer[4].any() and not torch.equal(worth[0], pruner.worth(wild))
 
 
 def test_a_kept_weight_does_not_move_the_quotas() -> None:
     pruner = Harp(Weights(cases.build("conv")), keep=0.1)
     pruner.trainable()
     pruner.start()
-    gradients = [torch.where(kept, 1e6, -2.0) for kept in pruner._kept]
-    assert pruner._worth(gradients).tolist() == pytest.approx([2.0] * 4), "the mean over pruned weights, turned"
+    gradients = [torch.where(kept, 1e6, -2.0) for kept in pruner.kept]
+    assert pruner.worth(gradients).tolist() == pytest.approx([2.0] * 4), "the mean over pruned weights, turned"
     gradients[2] = None
-    assert pruner._worth(gradients).tolist() == pytest.approx([2.0, 2.0, 0.0, 2.0])
-    pruner._kept[0].fill_(True)
-    assert float(pruner._worth(gradients)[0]) == 0, "a full layer can't keep more"
+    assert pruner.worth(gradients).tolist() == pytest.approx([2.0, 2.0, 0.0, 2.0])
+    pruner.kept[0].fill_(True)
+    assert float(pruner.worth(gradients)[0]) == 0, "a full layer can't keep more"
 
 
 @pytest.mark.parametrize("steps", [10, 60])
@@ -141,12 +141,12 @@ def test_a_resumed_training_is_the_uninterrupted_one(name: str, stop_after: int)
     keeper = Memory(stop_after)
     with pytest.raises(InterruptedError):
         trained(keeper)
-    found, resumed = trained(Memory(state=keeper.state))
-    assert found == expected
+    result, resumed = trained(Memory(state=keeper.state))
+    assert result == expected
     assert_same_state(resumed, pruner)
 
 
-def test_one_wild_gradient_moves_a_quota_by_a_bounded_step() -> None:
+def test_an_extreme_gradient_moves_a_quota_by_a_bounded_step() -> None:
     pruner = Harp(Weights(cases.build("conv")), keep=0.1, reach=3.0)
     pruner.trainable()
     pruner.start(Plan(1, 100, lr=0.1))
@@ -159,7 +159,7 @@ def test_one_wild_gradient_moves_a_quota_by_a_bounded_step() -> None:
             assert bool(torch.isfinite(score.grad).all())
             assert float(score.grad.norm()) <= float(score.detach().norm()) * (1 + 1e-4)
     halves = [torch.linspace(-1, 1, score.numel()).sign().view(score.shape) * 3e38 for score in pruner.scores]
-    assert bool(torch.isfinite(pruner._worth(halves)).all()), "sums of infinities of both signs"
+    assert bool(torch.isfinite(pruner.worth(halves)).all()), "sums of infinities of both signs"
 
 
 def test_layers_whose_pruned_weights_would_lower_the_loss_gain() -> None:
@@ -176,7 +176,7 @@ def test_layers_whose_pruned_weights_would_lower_the_loss_gain() -> None:
 
 
 @pytest.mark.parametrize("method", LEARNERS)
-def test_the_answer_has_no_weight_without_a_use(method: Any) -> None:
+def test_every_kept_weight_is_on_a_path(method: Any) -> None:
     model = cases.build("conv")
     x, _ = cases.batch()
     pruner = method(Weights(model, example=x), keep=0.02)
@@ -184,8 +184,17 @@ def test_the_answer_has_no_weight_without_a_use(method: Any) -> None:
     answer = pruner.masks()
     assert kept(answer) == pruner.total
     paths = Paths(model, x)
-    plain = largest(pruner.units, pruner._strengths(), [int(mask.sum()) for mask in answer.values()])
+    plain = largest(pruner.units, pruner.strengths(), [int(mask.sum()) for mask in answer.values()])
     assert kept(paths.useful(answer)) > kept(paths.useful(plain)), "the strongest alone waste some"
+
+
+def test_a_network_that_can_not_run_on_the_example_is_pruned_without_paths(caplog: pytest.LogCaptureFixture) -> None:
+    model = cases.build("conv")
+    pruner = Harp(Weights(model, example=torch.rand(1, 5, 8, 8)), keep=0.05)
+    with caplog.at_level("INFO", "harp"):
+        fitted = fit(model, [cases.batch()], Natural(), pruner, epochs=3)
+    assert caplog.text.count("without regard to the paths through the network") == 1
+    assert kept(fitted.masks) == pruner.total
 
 
 def test_an_example_is_taken_from_the_first_batch() -> None:
@@ -196,7 +205,7 @@ def test_an_example_is_taken_from_the_first_batch() -> None:
     assert pruner.example is not None and pruner.example.shape == (1, 3, 8, 8)
 
 
-def test_rates_that_never_came_down_are_not_scaled_to_the_budget() -> None:
+def test_rates_far_above_the_budget_are_replaced_by_those_of_lamp() -> None:
     model = cases.build("conv")
     units = Weights(model)
     expected = allocate("lamp", units, units.total(0.02))
@@ -209,18 +218,18 @@ def test_rates_that_never_came_down_are_not_scaled_to_the_budget() -> None:
     assert not pruner.ready and [int(mask.sum()) for mask in pruner.masks().values()] == expected
 
 
-def test_the_rates_stay_the_strategys_without_reach() -> None:
+def test_without_reach_the_rates_stay_those_of_the_strategy() -> None:
     model = cases.build("residual")
     units = Weights(model)
     expected = np.array(allocate("blend", units, units.total(0.1)))
     pruner = Tandem(units, 0.1, reach=0.0)
     train(model, pruner, 6)
-    found = np.array([int(mask.sum()) for mask in pruner.masks().values()])
-    assert np.abs(found - expected).max() <= 1 + 0.02 * expected.max()
+    counts = np.array([int(mask.sum()) for mask in pruner.masks().values()])
+    assert np.abs(counts - expected).max() <= 1 + 0.02 * expected.max()
 
 
 @pytest.mark.parametrize("name", ["harp", "tandem", "harp-r"])
-def test_a_network_as_deep_as_a_strangers_stays_finite(name: str) -> None:
+def test_a_very_deep_network_stays_finite(name: str) -> None:
     """Twelve narrow layers with norms at one weight in two hundred: gradients behind dead filters are huge."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]

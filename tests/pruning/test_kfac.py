@@ -91,9 +91,9 @@ def matrix(layer: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", LAYERS)
 def test_the_input_factor_is_symmetric_positive_and_that_of_the_jacobian(case: str) -> None:
     layer, x, _, _ = setting(case)
-    found = matrix(layer, x)
-    torch.testing.assert_close(found, found.T)
-    assert torch.linalg.eigvalsh(found).min() > -1e-12
+    products = matrix(layer, x)
+    torch.testing.assert_close(products, products.T)
+    assert torch.linalg.eigvalsh(products).min() > -1e-12
 
     def linear_part(weight: Tensor) -> Tensor:
         parts = {name: torch.zeros_like(value) for name, value in layer.named_parameters()} | {"weight": weight}
@@ -102,7 +102,7 @@ def test_the_input_factor_is_symmetric_positive_and_that_of_the_jacobian(case: s
     jacobian = torch.autograd.functional.jacobian(linear_part, layer.weight.detach()).flatten(-layer.weight.ndim)
     jacobian = jacobian.flatten(0, -2)
     positions = len(jacobian) / layer(x).size(1 - layer.weight.ndim) / len(x)
-    torch.testing.assert_close(found, jacobian.T @ jacobian / len(x) / positions**2)
+    torch.testing.assert_close(products, jacobian.T @ jacobian / len(x) / positions**2)
 
 
 @pytest.mark.parametrize("case", LAYERS)
@@ -113,12 +113,12 @@ def test_the_output_factor_scales_each_channel(case: str) -> None:
     positions = by_channel.shape[1] / len(x)
     expected = positions * by_channel.square().sum(1) / len(x)
     plain = layer_product(layer, x, torch.ones_like(gradient) / positions, direction, len(x))
-    found = layer_product(layer, x, gradient, direction, len(x))
+    products = layer_product(layer, x, gradient, direction, len(x))
     if isinstance(layer, nn.ConvTranspose2d):  # in x out/groups x kernel, the groups along the first axis
         scales = expected.view(layer.groups, 1, -1).expand(-1, len(direction) // layer.groups, -1).flatten(0, 1)
     else:
         scales = expected[:, None]
-    torch.testing.assert_close(found, plain * scales.reshape(*scales.shape, *[1] * (direction.ndim - 2)))
+    torch.testing.assert_close(products, plain * scales.reshape(*scales.shape, *[1] * (direction.ndim - 2)))
 
 
 def weigh(logits: Tensor, y: Tensor) -> Tensor:
@@ -140,9 +140,9 @@ def test_a_linear_layer_has_its_dense_fisher_matrix_where_input_and_gradient_are
     pairs = list(itertools.product(inputs, outputs))  # every input with every gradient; G is diagonal
     x, y = torch.stack([a for a, _ in pairs]), torch.stack([g for _, g in pairs])
     direction = torch.randn_like(model.weight)
-    found = dict(fisher_products(model, {"weight": model.weight}, {"weight": direction}, x, y, weigh))["weight"]
+    products = dict(fisher_products(model, {"weight": model.weight}, {"weight": direction}, x, y, weigh))["weight"]
     expected = dense_fisher(model, model.weight, x, y) @ direction.flatten()
-    torch.testing.assert_close(found.flatten(), expected)
+    torch.testing.assert_close(products.flatten(), expected)
 
 
 def test_a_bias_column_in_the_input_factor_would_change_nothing() -> None:
@@ -175,15 +175,15 @@ def test_weights_without_factors_use_the_exact_diagonal() -> None:
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
     weights = {name: value.detach() for name, value in model.named_parameters() if name.endswith("weight")}
     directions = {name: torch.randn_like(value) for name, value in weights.items()}
-    found = dict(fisher_products(model, weights, directions, x, y, weigh))
+    products = dict(fisher_products(model, weights, directions, x, y, weigh))
     for name in ("again.weight", "doubled.weight"):
         diagonal = dense_fisher(model, model.get_parameter(name), x, y).diagonal().view_as(weights[name])
-        torch.testing.assert_close(found[name], diagonal * directions[name])
+        torch.testing.assert_close(products[name], diagonal * directions[name])
     inputs: list[Tensor] = []
     model.plain.register_forward_hook(lambda module, args, output: inputs.append(args[0]))
     model(x)
     torch.testing.assert_close(
-        found["plain.weight"], layer_product(model.plain, inputs[0], y, directions["plain.weight"], 6)
+        products["plain.weight"], layer_product(model.plain, inputs[0], y, directions["plain.weight"], 6)
     )
 
 
@@ -204,16 +204,16 @@ def test_every_weight_of_every_model_has_a_product(case: str, without: set[str])
     weights = {name: model.get_parameter(name).detach() for name in names}
     x, y = cases.batch(6)
     losses: Any = lambda logits, y: F.cross_entropy(logits, y, reduction="sum")  # noqa: E731
-    found = dict(fisher_products(model, weights, weights, x.double(), y, losses))
-    assert set(found) == set(names)
+    products = dict(fisher_products(model, weights, weights, x.double(), y, losses))
+    assert set(products) == set(names)
     gradients = [
         torch.autograd.grad(losses(model(x[i : i + 1].double()), y[i : i + 1]), [*map(model.get_parameter, names)])
         for i in range(len(x))
     ]
     for name, *of_samples in zip(names, *gradients, strict=True):
         diagonal = torch.stack(of_samples).square().mean(0) * weights[name]
-        assert torch.allclose(found[name], diagonal) == (name in without), name
-    for name, product in found.items():
+        assert torch.allclose(products[name], diagonal) == (name in without), name
+    for name, product in products.items():
         assert product.shape == weights[name].shape and product.isfinite().all()
         assert float((weights[name] * product).sum()) > 0, f"{name}: a Fisher matrix is positive"
 
@@ -226,12 +226,12 @@ def test_writing_into_a_layers_output_changes_nothing() -> None:
     twin[1].inplace = twin[4].inplace = False
     x, y = torch.rand(5, 3, 8, 8, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
     weights = {"0.weight": model[0].weight, "3.weight": model[3].weight}
-    found, expected = (dict(fisher_products(net, weights, weights, x, y, weigh)) for net in (model, twin))
+    products, expected = (dict(fisher_products(net, weights, weights, x, y, weigh)) for net in (model, twin))
     for name in weights:
-        torch.testing.assert_close(found[name], expected[name])
+        torch.testing.assert_close(products[name], expected[name])
 
 
-def test_a_layer_that_the_loss_does_not_depend_on_has_none() -> None:
+def test_a_layer_that_the_loss_does_not_depend_on_has_a_zero_product() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -243,12 +243,12 @@ def test_a_layer_that_the_loss_does_not_depend_on_has_none() -> None:
 
     model = Idle()
     weights = {f"{name}.weight": getattr(model, name).weight for name in ("used", "called", "never")}
-    found = dict(fisher_products(model, weights, weights, torch.rand(5, 4), torch.randn(5, 3), weigh))
-    assert found["used.weight"].any()
-    assert not found["called.weight"].any() and not found["never.weight"].any()
+    products = dict(fisher_products(model, weights, weights, torch.rand(5, 4), torch.randn(5, 3), weigh))
+    assert products["used.weight"].any()
+    assert not products["called.weight"].any() and not products["never.weight"].any()
 
 
-def test_it_is_measured_at_the_given_weights_and_the_model_keeps_its_own() -> None:
+def test_the_product_uses_the_given_weights_and_leaves_the_model_unchanged() -> None:
     model = cases.build("conv").eval()
     other = cases.build("conv", seed=1).eval()
     other.load_state_dict({**other.state_dict(), **{k: v for k, v in model.state_dict().items() if v.ndim < 2}})
@@ -257,15 +257,15 @@ def test_it_is_measured_at_the_given_weights_and_the_model_keeps_its_own() -> No
     before = copy.deepcopy(model.state_dict())
     x, y = cases.batch(8)
     losses: Any = lambda logits, y: F.cross_entropy(logits, y, reduction="sum")  # noqa: E731
-    found, expected = (dict(fisher_products(net, weights, weights, x, y, losses)) for net in (model, other))
+    products, expected = (dict(fisher_products(net, weights, weights, x, y, losses)) for net in (model, other))
     for name in names:
-        torch.testing.assert_close(found[name], expected[name])
+        torch.testing.assert_close(products[name], expected[name])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_hooks_go_when_the_model_fails() -> None:
+def test_hooks_are_removed_when_the_model_fails() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(5, 3))
     weights = {"0.weight": model[0].weight}
     with pytest.raises(RuntimeError, match="mat1 and mat2"):

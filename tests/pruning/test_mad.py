@@ -1,4 +1,4 @@
-"""MAD: what the saliency is, what it decides, and that the pass changes nothing."""
+"""MAD: the saliency, the masks that follow from it, and that the pass does not change the network."""
 
 import copy
 import logging
@@ -61,7 +61,7 @@ def twin_masks(model: nn.Module, names: list[str], x: Tensor, y: Tensor, steps: 
 
 
 def twin_saliency(model: nn.Module, names: list[str], masks: list[Tensor], x: Tensor, y: Tensor) -> list[Tensor]:
-    """The letter of the paper: A and G from unfolded patches, and one block a row whose diagonal is the saliency."""
+    """As in the paper: A and G from unfolded patches, and one block a row whose diagonal is the saliency."""
     model = copy.deepcopy(model)
     damage, kept = [], {}
     for name, mask in zip(names, masks, strict=True):
@@ -92,7 +92,7 @@ def twin_saliency(model: nn.Module, names: list[str], masks: list[Tensor], x: Te
 
 
 @pytest.mark.parametrize("case", ["conv", "residual"])
-def test_saliency_is_the_papers_letter(case: str) -> None:
+def test_the_saliency_equals_the_equations_of_the_paper(case: str) -> None:
     model = cases.build(case).double()
     pruner = Mad(Weights(model), KEEP, mask_steps=5)
     x, y = cases.batch(8)
@@ -112,7 +112,7 @@ def test_saliency_is_the_papers_letter(case: str) -> None:
         assert saliency.any()
 
 
-def test_of_linear_least_squares_the_saliency_sums_to_the_exact_change_of_the_loss() -> None:
+def test_for_linear_least_squares_the_saliency_sums_to_the_exact_change_of_the_loss() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(50, 6, dtype=torch.float64), torch.randn(50, 4, dtype=torch.float64)
     solution = torch.linalg.lstsq(x, target).solution.T
@@ -128,7 +128,7 @@ def test_of_linear_least_squares_the_saliency_sums_to_the_exact_change_of_the_lo
     torch.testing.assert_close(saliency.sum(), loss(solution * mask) - loss(solution))
 
 
-def test_masks_that_never_left_one_give_exactly_zero() -> None:
+def test_masks_that_stay_at_one_give_a_saliency_of_exactly_zero() -> None:
     for dtype in (torch.float32, torch.float64):
         one = torch.full((1000,), math.log(math.e - 1), dtype=dtype)
         assert not removed(torch.randn(1000, dtype=dtype), one).any()
@@ -142,7 +142,7 @@ def test_masks_that_never_left_one_give_exactly_zero() -> None:
     assert all(torch.equal(mask, magnitude[name]) for name, mask in pruner.masks().items())
 
 
-def test_before_any_batch_the_answer_is_the_magnitudes() -> None:
+def test_before_the_first_batch_the_masks_are_those_of_magnitude() -> None:
     model = cases.build("conv")
     pruner = Mad(Weights(model), KEEP)
     answer = pruner.masks()
@@ -157,7 +157,7 @@ def test_before_any_batch_the_answer_is_the_magnitudes() -> None:
 
 
 @pytest.mark.parametrize("case", cases.CASES)
-def test_every_model_is_measured_and_nothing_of_it_changes(case: str) -> None:
+def test_every_model_is_measured_and_left_unchanged(case: str) -> None:
     model = cases.build(case).train()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -185,8 +185,8 @@ def test_the_loop_moves_no_weight_and_the_optimiser_no_saliency(optimizer: Any) 
     pruner = Mad(Weights(model), KEEP, mask_steps=2)
     expected = Mad(Weights(cases.build("residual")), KEEP, mask_steps=2)
     losses = measure(expected, 0, 1, 2)
-    made: Any = lambda groups: optimizer(groups, lr=1.0, weight_decay=0.9)  # noqa: E731
-    fitted = fit(model, Three(), Natural(), pruner, epochs=1, optimizer=made)
+    build: Any = lambda groups: optimizer(groups, lr=1.0, weight_decay=0.9)  # noqa: E731
+    fitted = fit(model, Three(), Natural(), pruner, epochs=1, optimizer=build)
     assert all(torch.equal(a, b) for a, b in zip(pruner.parameters(), expected.parameters(), strict=True))
     assert fitted.history[0]["loss"] == pytest.approx(sum(losses) / 3) == pytest.approx(float(pruner.loss))
     for name, value in model.state_dict().items():
@@ -220,7 +220,7 @@ def test_parts_of_a_batch_are_averaged_by_their_size() -> None:
         torch.testing.assert_close(saliency.data, 0.75 * first.data + 0.25 * second.data, rtol=1e-4, atol=1e-9)
 
 
-def test_so_many_batches_are_enough() -> None:
+def test_only_the_given_number_of_batches_is_measured() -> None:
     limited = Mad(Weights(cases.build("conv")), KEEP, mask_steps=2, batches=2)
     two = Mad(Weights(cases.build("conv")), KEEP, mask_steps=2)
     losses = measure(limited, 0, 1, 2, 3)
@@ -271,7 +271,7 @@ def split(pruner: Mad, layers: list[int]) -> tuple[list[tuple[float, float]], li
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), keep=st.floats(0.1, 0.98), levels=st.integers(1, 4))
-def test_the_lowest_go_over_all_layers_and_equal_ones_by_magnitude(seed: int, keep: float, levels: int) -> None:
+def test_the_lowest_of_all_layers_are_pruned_and_ties_go_by_magnitude(seed: int, keep: float, levels: int) -> None:
     pruner = Mad(Weights(cases.build("conv")), keep)
     generator = torch.Generator().manual_seed(seed)
     for saliency in pruner.saliency:  # few different values, negative ones and zero among them
@@ -290,7 +290,7 @@ def test_the_lowest_go_over_all_layers_and_equal_ones_by_magnitude(seed: int, ke
         gone = [pair for pair, live in zip(pairs, mask.tolist(), strict=True) if not live]
         assert not kept or not gone or min(kept) >= max(gone)
     pruner.write(answer)
-    assert all(torch.equal(mask, answer[name]) for name, mask in pruner.masks().items()), "also of what it wrote"
+    assert all(torch.equal(mask, answer[name]) for name, mask in pruner.masks().items()), "also of the written weights"
 
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -298,7 +298,9 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=300, deadline=None)
 @given(st.tuples(FINITE, FINITE), st.tuples(FINITE, FINITE), st.booleans())
-def test_one_number_sorts_as_the_pair(first: tuple[float, float], second: tuple[float, float], equal: bool) -> None:
+def test_the_order_of_the_numbers_is_that_of_the_pairs(
+    first: tuple[float, float], second: tuple[float, float], equal: bool
+) -> None:
     second = (first[0], second[1]) if equal else second
     saliency, weight = torch.tensor([first, second]).T
     a, b = order(saliency, weight).tolist()
@@ -307,13 +309,13 @@ def test_one_number_sorts_as_the_pair(first: tuple[float, float], second: tuple[
     assert 0 < a < math.inf
 
 
-def test_a_saliency_that_is_no_number_is_refused() -> None:
+def test_a_saliency_that_is_not_finite_is_refused() -> None:
     for value in (math.nan, math.inf):
         with pytest.raises(ModelError, match="not finite"):
             order(torch.tensor([1.0, value]), torch.ones(2))
 
 
-def test_of_weights_equal_in_all_the_first_stay() -> None:
+def test_of_equal_weights_the_first_stay() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 6), nn.Flatten(), nn.Linear(4, 4))
     for parameter in model.parameters():
         nn.init.ones_(parameter)
@@ -339,7 +341,7 @@ def test_rows_keep_equally_many(data: st.DataObject) -> None:
     assert set(scores[mask].tolist()) == expected and len(expected) == count
 
 
-def test_limits_are_kept_and_the_last_linear_layer_gives_way() -> None:
+def test_limits_come_before_the_share_of_the_last_linear_layer() -> None:
     model = cases.build("conv")
     units = Weights(model, minimum={"features.0": 0.9}, maximum={"classifier.0": 0.1, "features.4": 0.1})
     pruner = Mad(units, keep=0.19)  # 194 to 216, 115 and 102 of the others leave 34 or more to it, its share is 12
@@ -351,7 +353,7 @@ def test_limits_are_kept_and_the_last_linear_layer_gives_way() -> None:
     assert all(mask.all() for mask in everything.values())
 
 
-def test_a_network_of_one_linear_layer_and_one_without_any() -> None:
+def test_networks_with_only_linear_layers_and_without_any() -> None:
     units = Weights(nn.Sequential(nn.Flatten(), nn.Linear(192, 4)))
     pruner = Mad(units, 0.1)
     assert sorted(pruner.masks()["1.weight"].sum(1).tolist()) == [19, 19, 19, 20]
@@ -364,7 +366,7 @@ def test_a_network_of_one_linear_layer_and_one_without_any() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "erk", "lamp"])
-def test_a_strategy_decides_the_counts_and_the_saliency_the_rest(strategy: str) -> None:
+def test_a_strategy_decides_the_counts_and_the_saliency_the_weights(strategy: str) -> None:
     model = cases.build("residual")
     units = Weights(model)
     pruner = Mad(units, KEEP, strategy=strategy, mask_steps=2)
@@ -376,7 +378,7 @@ def test_a_strategy_decides_the_counts_and_the_saliency_the_rest(strategy: str) 
         assert min(stays) >= max(goes)
 
 
-def test_ties_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_ties_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = cases.build("conv")
     pruner = Mad(Weights(model), KEEP, mask_steps=2)
     with caplog.at_level(logging.INFO, logger="harp"):
@@ -388,7 +390,7 @@ def test_ties_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("options", [{"mask_steps": 0}, {"mask_lr": 0.0}, {"mask_lr": math.nan}, {"batches": 0}])
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match=next(iter(options))):
         Mad(Weights(cases.build("conv")), KEEP, **options)
 
@@ -402,6 +404,6 @@ def test_a_loss_that_does_not_attack_is_refused() -> None:
         pruner.attach(optimizer)
 
 
-def test_it_is_fine_tuned_by_a_gentler_mart() -> None:
+def test_mad_is_fine_tuned_with_half_of_marts_divergence() -> None:
     assert objectives.made(Mad.finetuning).beta == 0.5
     assert Mad.passes == 1

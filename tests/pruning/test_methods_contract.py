@@ -12,7 +12,7 @@ from torch import nn
 
 from harp.errors import BudgetError, ModelError, RecipeError
 from harp.pruning import masks as mask_ops
-from harp.pruning.methods import PRUNERS, Dense, Fixed, Harp, HarpRates, Hydra, Magnitude
+from harp.pruning.methods import PRUNERS, Dense, Dynamic, Fixed, FlyingBirdPlus, Harp, HarpRates, Hydra, Magnitude
 from harp.pruning.units import Weights
 from harp.training.loop import fit
 from harp.training.objectives import Natural, PgdTraining
@@ -26,13 +26,13 @@ ONE_SHOT = ["erk", "global", "lamp", "magnitude", "random"]
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
-def test_the_budget_is_exact_at_every_moment_and_the_model_stays_plain(method: str, case: str) -> None:
+def test_the_budget_is_always_exact_and_the_model_stays_plain(method: str, case: str) -> None:
     contract.budget_is_exact_and_model_stays_plain(method, case)
 
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", sorted(PRUNERS))
-def test_deepcopy_and_pickle_of_the_model_in_the_middle(method: str, case: str) -> None:
+def test_the_model_can_be_copied_and_pickled_during_training(method: str, case: str) -> None:
     contract.model_can_be_copied_and_pickled(method, case)
 
 
@@ -61,7 +61,7 @@ def test_compiled_equals_eager(method: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("method", LEARNED)
-def test_norms_that_came_frozen_stay_frozen(method: str) -> None:
+def test_frozen_norms_stay_frozen(method: str) -> None:
     model = cases.build("residual")
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     norms[0].requires_grad_(False)
@@ -75,7 +75,7 @@ def test_norms_that_came_frozen_stay_frozen(method: str) -> None:
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", LEARNED)
-def test_what_is_frozen_does_not_move(method: str, case: str) -> None:
+def test_frozen_parameters_do_not_change(method: str, case: str) -> None:
     model = cases.build(case)
     before = copy.deepcopy(model.state_dict())
     pruner = make(method, model)
@@ -114,7 +114,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_seed_same_result_other_seed_another(method: str) -> None:
+def test_the_result_depends_on_the_seed_of_the_training(method: str) -> None:
     """The training's seed. Masks that are chosen before the first step do not depend on it; all weights do."""
 
     def answer(seed: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -130,7 +130,7 @@ def test_same_seed_same_result_other_seed_another(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_pruner_draws_follows_its_own_seed_and_no_other(method: str) -> None:
+def test_a_pruner_draws_by_its_own_seed_only(method: str) -> None:
     def answer(ambient: int = 0, **options: int) -> dict[str, torch.Tensor]:
         model = cases.build("residual")
         torch.manual_seed(ambient)
@@ -147,12 +147,55 @@ def test_what_a_pruner_draws_follows_its_own_seed_and_no_other(method: str) -> N
 
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("method", sorted(PRUNERS))
-def test_gradients_of_an_earlier_training_do_not_count(method: str, case: str) -> None:
+def test_gradients_of_an_earlier_training_are_ignored(method: str, case: str) -> None:
     contract.earlier_gradients_do_not_count(method, case)
 
 
+class UnusedLayer(cases.ConvNet):
+    """A network with a layer that its forward pass does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize("method", [*sorted(PRUNERS), *VARIANTS])
+def test_a_layer_without_a_gradient_is_pruned_too(method: str) -> None:
+    torch.manual_seed(0)
+    model = UnusedLayer()
+    pruner = make(method, model)
+    fitted = fit(model, Three(), PgdTraining(steps=1), pruner, epochs=2, lr=0.05)
+    assert mask_ops.kept(fitted.masks) == pruner.total
+    assert fitted.masks["unused.weight"].any()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
+def test_a_method_that_changes_the_loss_refuses_another_loop() -> None:
+    model = cases.build("conv")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"FlyingBirdPlus changes the loss, .*: use harp\.fit"):
+        FlyingBirdPlus(Weights(model), KEEP).attach(optimizer)
+
+
+def test_moved_masks_clear_the_moments_of_adam() -> None:
+    model = cases.build("conv")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    pruner = Dynamic(Weights(model), Magnitude(Weights(model), KEEP).masks()).attach(optimizer)
+    x, y = cases.batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    before, moved = copy.deepcopy(pruner.masks()), PRUNERS["random"](Weights(model), keep=KEEP).masks()
+    pruner.move(moved)
+    for name, weight in zip(pruner.units.names, pruner.units.weights, strict=True):
+        stays = before[name] & moved[name]
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments = optimizer.state[weight][key]
+            assert not moments[~stays].any()
+        assert optimizer.state[weight]["step"] == 1
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_fixed_masks_never_drift_under_any_optimiser(optimizer: Any) -> None:
+def test_fixed_masks_stay_under_any_optimiser(optimizer: Any) -> None:
     model = cases.build("conv")
     pruner = make("fixed", model)
     answer = copy.deepcopy(pruner.masks())
@@ -174,7 +217,7 @@ def test_fixed_masks_never_drift_under_any_optimiser(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("method", LEARNED)
-def test_two_lines_in_anybodys_loop(method: str) -> None:
+def test_pruning_takes_two_lines_in_any_loop(method: str) -> None:
     model = cases.build("conv")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     pruner = PRUNERS[method](Weights(model), keep=KEEP).attach(optimizer)  # line one
@@ -201,7 +244,7 @@ def test_first_masks_are_the_magnitude_masks() -> None:
         assert kept.min() >= pruned.max()
 
 
-def test_rates_only_masks_nest_in_magnitude_order() -> None:
+def test_the_masks_of_rates_only_follow_the_magnitudes() -> None:
     model = cases.build("conv")
     dense = copy.deepcopy(model.state_dict())
     pruner = make("harp-r", model, published=True, gamma_step=0.5)
@@ -225,26 +268,26 @@ def test_strategies_decide_the_counts(strategy: str) -> None:
     rates = (started.rates() * torch.tensor(units.sizes)).tolist()
     clipped = [
         n * (float(low) + 0.99 * float(span))
-        for n, low, span in zip(units.sizes, started._low, started._span, strict=True)
+        for n, low, span in zip(units.sizes, started.low, started.span, strict=True)
     ]
     assert rates == pytest.approx([min(a, b) for a, b in zip(expected, clipped, strict=True)], rel=1e-4)
 
 
 @pytest.mark.parametrize(("method", "strategy"), [("erk", "erk"), ("lamp", "lamp"), ("global", "global")])
-def test_one_shot_methods_are_magnitude_at_their_rates(method: str, strategy: str) -> None:
+def test_one_shot_methods_equal_magnitude_at_their_rates(method: str, strategy: str) -> None:
     units = Weights(cases.build("residual"))
     answer, expected = PRUNERS[method](units, keep=KEEP).masks(), Magnitude(units, KEEP, strategy).masks()
     assert all(torch.equal(answer[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("method", [name for name, pruner in PRUNERS.items() if pruner.same_as])
-def test_methods_that_are_said_to_be_the_same_are_so_to_the_bit(method: str) -> None:
+def test_methods_declared_the_same_give_the_same_bits(method: str) -> None:
     expected, _ = contract.fitted(PRUNERS[method].same_as or "", "residual", Memory())
     model, _ = contract.fitted(method, "residual", Memory())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
 
 
-def test_global_magnitude_keeps_the_largest_of_all() -> None:
+def test_global_magnitude_keeps_the_largest_weights_of_all_layers() -> None:
     units = Weights(cases.build("conv"))
     masks = PRUNERS["global"](units, keep=KEEP).masks().values()
     pairs = list(zip(units.weights, masks, strict=True))
@@ -254,7 +297,7 @@ def test_global_magnitude_keeps_the_largest_of_all() -> None:
     assert least >= max(float(w.detach()[~m].abs().max()) for w, m in pairs)
 
 
-def test_random_masks_depend_on_the_seed_and_on_nothing_else() -> None:
+def test_random_masks_depend_on_the_seed_only() -> None:
     units = Weights(cases.build("conv"))
     first, again, other = (PRUNERS["random"](units, keep=KEEP, seed=seed).masks() for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
@@ -275,7 +318,7 @@ def test_limits_are_kept_by_learned_rates(options: dict[str, Any]) -> None:
     assert mask_ops.kept(pruner.masks()) == units.total(KEEP)
 
 
-def test_limits_do_not_hinder_dense_training() -> None:
+def test_dense_training_ignores_limits() -> None:
     model = cases.build("conv")
     train(model, Dense(Weights(model, maximum={"*": 0.5})), 1)
 
@@ -327,14 +370,14 @@ def test_masks_of_another_model_are_refused() -> None:
         {"quota_lr": 0.1},
     ],
 )
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(RecipeError):
         Harp(Weights(cases.build("conv")), keep=KEEP, **options)
     with pytest.raises(BudgetError):
         Harp(Weights(cases.build("conv")), keep=1e-6)
 
 
-def test_dense_training_is_plain_training() -> None:
+def test_dense_training_equals_a_plain_loop() -> None:
     model, twin = cases.build("residual"), cases.build("residual")
     train(model, Dense(Weights(model)), 3)
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)

@@ -85,7 +85,7 @@ def test_the_example_learns_which_weights_it_keeps(own: str) -> None:
     assert any(not torch.equal(mask, before[name]) for name, mask in fitted.masks.items())
 
 
-def test_a_recipe_with_the_example_runs_through_to_its_card(own: str, harp: Harp, tmp_path: Path) -> None:
+def test_a_recipe_with_the_example_runs_and_writes_its_card(own: str, harp: Harp, tmp_path: Path) -> None:
     stages = [dict(stage) for stage in RECIPE["stages"]]  # type: ignore[attr-defined]
     stages[1]["pruner"] = {"name": own, "keep": "5%", "strategy": "lamp"}
     code, out, err = harp("run", write_recipe(tmp_path / "own.yaml", stages=stages))
@@ -97,7 +97,7 @@ def test_a_recipe_with_the_example_runs_through_to_its_card(own: str, harp: Harp
     assert "Method: sensitivity, no paper." in text
 
 
-def test_the_commands_know_the_example(own: str, harp: Harp, tmp_path: Path) -> None:
+def test_the_commands_accept_the_example(own: str, harp: Harp, tmp_path: Path) -> None:
     code, out, _ = harp("list", "methods")
     assert code == 0
     assert "sensitivity" in out and "magnitude times gradient" in out
@@ -114,16 +114,16 @@ def test_the_commands_know_the_example(own: str, harp: Harp, tmp_path: Path) -> 
 
 
 def test_options_are_checked_and_hashed_like_those_of_built_in_methods(own: str) -> None:
-    made = finished_run.content(model={"name": "tinynet", "width": 2}, method=own)
-    parsed = recipe.parse(made)
-    assert parsed.identity(2) != recipe.parse({**made, "seed": 8}).identity(2)
+    content = finished_run.content(model={"name": "tinynet", "width": 2}, method=own)
+    parsed = recipe.parse(content)
+    assert parsed.identity(2) != recipe.parse({**content, "seed": 8}).identity(2)
     assert study.method(f"{own}+lamp").options == {"strategy": "lamp"}
-    made["stages"][1]["pruner"]["stratgy"] = "lamp"
+    content["stages"][1]["pruner"]["stratgy"] = "lamp"
     with pytest.raises(RecipeError, match="did you mean 'strategy'"):
-        recipe.parse(made)
+        recipe.parse(content)
 
 
-def test_a_method_without_taxonomy_leaves_it_to_a_person(own: str) -> None:
+def test_a_method_without_taxonomy_is_not_classified(own: str) -> None:
     entry = taxonomy.entry(recipe.parse(finished_run.content(method=own)), "Own_Doe2024Sensitivity", "https://x.org/1")
     assert entry["Pruning criterion"] == entry["Pruning locality"] == "Not Specified"
     assert entry["Pruning structure"] == "Unstructured (US)"
@@ -137,7 +137,7 @@ def test_a_subclass_is_another_method() -> None:
     assert PRUNERS["harp-s"].same_as == "hydra"
 
 
-def test_options_without_usable_annotations_are_taken_as_they_look(site: Site) -> None:
+def test_options_without_usable_annotations_are_parsed_by_their_looks(site: Site) -> None:
     source = (
         "from __future__ import annotations\nfrom harp import Magnitude\n"
         "class Own(Magnitude):\n"
@@ -146,9 +146,9 @@ def test_options_without_usable_annotations_are_taken_as_they_look(site: Site) -
         "        self.power = power\n"
     )
     site.install("loose", source, loose="loose:Own")
-    made = finished_run.content(method="loose")
-    made["stages"][1]["pruner"] |= {"keep": "5%", "power": "1/4"}
-    assert recipe.parse(made).stages[1].pruner == {"name": "loose", "keep": 0.05, "power": 0.25}
+    content = finished_run.content(method="loose")
+    content["stages"][1]["pruner"] |= {"keep": "5%", "power": "1/4"}
+    assert recipe.parse(content).stages[1].pruner == {"name": "loose", "keep": 0.05, "power": 0.25}
 
 
 def test_built_in_methods_do_not_look_at_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_broken_package_does_not_harm_the_others(own: str, site: Site, caplog:
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "said"),
+    ("source", "name", "message"),
     [
         ("raise RuntimeError('no such\\nthing')", "broken", "RuntimeError: no such thing"),
         ("import sys\nsys.exit(1)", "broken", "SystemExit: 1"),
@@ -182,8 +182,8 @@ def test_a_broken_package_does_not_harm_the_others(own: str, site: Site, caplog:
         ("from harp import Magnitude as Own", "a,b", "a name has letters"),
     ],
 )
-def test_what_can_not_be_used_is_one_warning(
-    site: Site, harp: Harp, caplog: pytest.LogCaptureFixture, source: str, name: str, said: str
+def test_an_unusable_method_gives_one_warning(
+    site: Site, harp: Harp, caplog: pytest.LogCaptureFixture, source: str, name: str, message: str
 ) -> None:
     kept = dict(PRUNERS.items())
     site.install("broken", source, **{name: "broken:Own"})
@@ -192,7 +192,7 @@ def test_what_can_not_be_used_is_one_warning(
         harp("list", "methods")
     (record,) = caplog.records
     line = record.getMessage()
-    assert line.startswith(f"method {name!r} of broken is left out: ") and said in line and "\n" not in line
+    assert line.startswith(f"method {name!r} of broken is left out: ") and message in line and "\n" not in line
     assert code == 0 and "tandem" in out
     assert err.count("warning") == 1
     assert dict(PRUNERS.items()) == kept

@@ -1,4 +1,4 @@
-"""S2AP: the perturbation, what it leaves alone, and that it is a switch."""
+"""S2AP: the perturbation, what it does not change, and the methods that have it as an option."""
 
 import copy
 
@@ -34,7 +34,7 @@ def test_without_a_radius_nothing_is_wrapped() -> None:
 
 
 @pytest.mark.parametrize("case", ["conv", "residual", "transformer"])
-def test_scores_move_along_their_gradient_by_the_radius_and_come_back(case: str) -> None:
+def test_scores_move_along_their_gradient_by_the_radius_and_are_restored(case: str) -> None:
     model, pruner = sharp(case)
     x, y = cases.batch()
     before = [score.detach().clone() for score in pruner.scores]
@@ -70,7 +70,7 @@ def test_the_gradient_is_that_of_the_perturbed_masks() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_batch_norm_sees_one_pass() -> None:
+def test_batch_norms_take_statistics_of_one_pass() -> None:
     model, pruner = sharp()
     twin = copy.deepcopy(model)
     x, y = cases.batch()
@@ -90,7 +90,7 @@ def test_images_are_attacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", [Hydra, Harp, HarpScores])
-def test_it_is_a_switch_on_every_method_that_learns_scores(method: type[Hydra]) -> None:
+def test_sharpness_is_an_option_of_every_method_that_learns_scores(method: type[Hydra]) -> None:
     def answer(radius: float, keeper: Memory | None = None) -> list[torch.Tensor]:
         model = cases.build("residual")
         pruner = method(Weights(model), keep=KEEP, sharpness=radius)
@@ -105,7 +105,7 @@ def test_it_is_a_switch_on_every_method_that_learns_scores(method: type[Hydra]) 
     assert all(torch.equal(a, b) for a, b in zip(answer(0.3, Memory(state=stopped.state)), moved, strict=True))
 
 
-def test_where_it_makes_no_sense_it_is_refused() -> None:
+def test_sharpness_without_scores_or_attack_is_refused() -> None:
     units = Weights(cases.build("conv"))
     with pytest.raises(RecipeError, match="learns no scores"):
         HarpRates(units, keep=KEEP, sharpness=0.1)

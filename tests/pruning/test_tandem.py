@@ -54,7 +54,7 @@ def test_kept_weights_take_their_share_of_the_gradient_and_others_none() -> None
         assert torch.equal(dense.grad, torch.where(mask, 0.25 * gradient, 0.0))
 
 
-def test_a_layer_without_a_gradient_keeps_its_scores_and_the_training_goes_on() -> None:
+def test_a_layer_without_a_gradient_keeps_its_scores() -> None:
     model = cases.build("conv")
     nn.init.constant_(model.classifier[0].bias, -1e6)  # a dead ReLU: only the last layer's bias learns
     pruner = Tandem(Weights(model), KEEP)
@@ -68,7 +68,7 @@ def test_a_layer_without_a_gradient_keeps_its_scores_and_the_training_goes_on() 
     assert all(torch.equal(old, new) for old, new in zip(before, pruner.scores, strict=True))
 
 
-def test_weights_stand_still_without_a_share_and_move_with_one() -> None:
+def test_weights_train_only_with_a_share() -> None:
     for share in (0.0, 0.5):
         model = cases.build("conv")
         pruner = Tandem(Weights(model), KEEP, share=share)
@@ -85,7 +85,7 @@ def test_the_share_follows_from_the_budget(keep: float, share: float) -> None:
     assert Tandem(Weights(cases.build("conv")), keep).share == pytest.approx(share)
 
 
-def test_counts_are_the_strategys_at_every_moment() -> None:
+def test_counts_are_always_those_of_the_strategy() -> None:
     model = cases.build("residual")
     units = Weights(model)
     expected = allocate("blend", units, units.total(KEEP))
@@ -96,7 +96,7 @@ def test_counts_are_the_strategys_at_every_moment() -> None:
 
 
 @pytest.mark.parametrize("options", [{"pace": 0.0}, {"pace": -1.0}, {"share": -0.1}, {"share": float("inf")}])
-def test_senseless_options_are_refused(options: dict[str, float]) -> None:
+def test_invalid_options_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="give a positive number"):
         Tandem(Weights(cases.build("conv")), KEEP, **options)
 

@@ -39,7 +39,7 @@ def step(pruner: TwinRep, optimizer: torch.optim.Optimizer, seed: int = 0) -> No
 
 @pytest.mark.parametrize("cut", [0.0, 0.5])
 @pytest.mark.parametrize("case", cases.CASES)
-def test_the_pull_back_is_what_autograd_finds(case: str, cut: float) -> None:
+def test_the_gradients_of_the_factors_are_those_of_autograd(case: str, cut: float) -> None:
     pruner, _ = begun(case, Plan(1, 10, 0.1), cut=cut)
     assert pruner.is_cut == (cut == 0)
     model, x, y = copy.deepcopy(pruner.units.model).eval(), *cases.batch()
@@ -76,7 +76,7 @@ def test_limits_come_before_magnitude() -> None:
     assert sum(counts) == units.total(0.1)
 
 
-def test_cut_once_and_products_at_all_moments() -> None:
+def test_the_weights_are_always_products_and_are_cut_once() -> None:
     pruner, optimizer = begun("residual", Plan(2, 10, 0.1), cut=0.25)
     fixed: dict[str, torch.Tensor] = {}
     for number in range(1, 11):
@@ -113,7 +113,7 @@ def test_the_product_starts_with_kaimings_variance() -> None:
     assert not torch.equal(pruner.left[0], pruner.right[0])
 
 
-def test_the_seed_decides_the_start() -> None:
+def test_the_first_factors_depend_on_the_seed() -> None:
     models = [cases.build("conv", seed=seed) for seed in (0, 1)]
     first, again = (TwinRep(Weights(model), keep=0.1, seed=3) for model in models)
     other = TwinRep(Weights(models[0]), keep=0.1, seed=4)
@@ -124,7 +124,7 @@ def test_the_seed_decides_the_start() -> None:
     assert not torch.equal(first.left[0], other.left[0])
 
 
-def test_it_is_cut_by_the_end_of_the_shortest_training() -> None:
+def test_the_shortest_training_is_cut_too() -> None:
     model = cases.build("conv")
     pruner = TwinRep(Weights(model), keep=0.1, cut=0.99)
     fit(model, [cases.batch()], Natural(), pruner, epochs=1)
@@ -132,6 +132,6 @@ def test_it_is_cut_by_the_end_of_the_shortest_training() -> None:
 
 
 @pytest.mark.parametrize("cut", [-0.1, 1.0])
-def test_senseless_options_are_refused(cut: float) -> None:
+def test_invalid_options_are_refused(cut: float) -> None:
     with pytest.raises(RecipeError, match="share of the training"):
         TwinRep(Weights(cases.build("conv")), keep=0.1, cut=cut)

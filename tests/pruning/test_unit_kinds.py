@@ -1,4 +1,4 @@
-"""The contract of the methods over every kind of units: single weights by MACs, channels by hand and as found."""
+"""The contract of the methods over every kind of units: single weights by MACs, channels by hand and as traced."""
 
 import copy
 from pathlib import Path
@@ -32,13 +32,13 @@ def kept(units: Units, masks: dict[str, Tensor]) -> list[int]:
 def check_whole(units: Units, masks: dict[str, Tensor]) -> None:
     """Whether everything that a unit masks is kept, or nothing of it is."""
     ones = units.gather([torch.ones_like(weight) for weight in units.weights])
-    for full, found in zip(ones, units.gather([mask.float() for mask in masks.values()]), strict=True):
-        assert full is not None and found is not None
-        assert bool(((found == 0) | (found == full)).all())
+    for full, kept in zip(ones, units.gather([mask.float() for mask in masks.values()]), strict=True):
+        assert full is not None and kept is not None
+        assert bool(((kept == 0) | (kept == full)).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_protocol_agrees_with_itself(kind: str) -> None:
+def test_the_units_protocol_is_consistent(kind: str) -> None:
     units = make(kind)
     weights = [weight.detach() for weight in units.weights]
     assert list(units.masked) == list(units.expand([s > 0 for s in units.strength(weights, 1)]))
@@ -52,7 +52,7 @@ def test_the_protocol_agrees_with_itself(kind: str) -> None:
         check_whole(units, expanded)
         assert kept(units, expanded) == counts
         assert units.spent(expanded) == units.spend(counts)
-        # A unit's l1 norm is the sum over what it masks, and l2 the root of the sum of squares.
+        # A unit's l1 norm is the sum over its weights, and l2 the root of the sum of squares.
         sums = units.gather([weight.abs() for weight in weights])
         squares = units.gather([weight.square() for weight in weights])
         for one, two, total, square in zip(
@@ -76,7 +76,7 @@ def test_the_protocol_agrees_with_itself(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", GENERAL)
-def test_the_budget_is_met_at_every_moment_and_only_whole_units_go(method: str, kind: str, tmp_path: Path) -> None:
+def test_the_budget_is_always_met_and_only_whole_units_are_pruned(method: str, kind: str, tmp_path: Path) -> None:
     units = make(kind)
     keys = list(units.model.state_dict())
     pruner = PRUNERS[method](units, keep=KEEP)
@@ -103,7 +103,7 @@ def test_the_budget_is_met_at_every_moment_and_only_whole_units_go(method: str, 
 
 @pytest.mark.parametrize("kind", ["channels", "macs"])
 @pytest.mark.parametrize("method", sorted(set(PRUNERS) - set(GENERAL) - {"dense", "fixed"}))
-def test_methods_without_a_form_for_the_units_say_so(method: str, kind: str) -> None:
+def test_methods_for_single_weights_refuse_other_units(method: str, kind: str) -> None:
     units = make(kind)
     with pytest.raises(RecipeError, match=f"no form for {units.kind} under a budget of {units.noun}"):
         PRUNERS[method](units, keep=KEEP)
@@ -154,7 +154,7 @@ def test_the_gradient_of_a_score_is_that_of_a_gate_on_all_that_its_unit_masks(ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_masks_go_by_the_l1_norm(kind: str) -> None:
+def test_the_first_masks_keep_the_largest_l1_norms(kind: str) -> None:
     units = make(kind)
     strengths = units.strength(units.weights, 1)
     for score, strength, fan in zip(initial_scores(units), strengths, units.fans, strict=True):
@@ -174,7 +174,7 @@ def test_first_masks_go_by_the_l1_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels"])
-def test_the_global_cut_keeps_the_largest_l2_norms_of_all(kind: str) -> None:
+def test_the_global_cut_keeps_the_largest_l2_norms(kind: str) -> None:
     units = make(kind)
     strengths = [s.tolist() for s in units.strength(units.weights, 2)]
     pruner = PRUNERS["global"](units, keep=KEEP)
@@ -196,10 +196,10 @@ def test_the_projection_zeroes_the_units_of_smallest_l2_norm(kind: str) -> None:
     units = make(kind)
     pruner = Admm(units, keep=KEEP)
     values = [weight.detach() for weight in units.weights]
-    found = project(units, values, pruner.counts)
-    again = project(units, found, pruner.counts)
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    before, after = units.strength(values, 2), units.strength(found, 2)
+    projected = project(units, values, pruner.counts)
+    again = project(units, projected, pruner.counts)
+    assert all(torch.equal(a, b) for a, b in zip(projected, again, strict=True))
+    before, after = units.strength(values, 2), units.strength(projected, 2)
     for old, new, count in zip(before, after, pruner.counts, strict=True):
         assert int((new > 0).sum()) == count
         assert torch.equal(old[new > 0].sort().values, old.sort().values[-count:])
@@ -211,7 +211,7 @@ def test_the_projection_zeroes_the_units_of_smallest_l2_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
+def test_harp_as_published_starts_from_the_rates_of_the_units(kind: str) -> None:
     units = make(kind)
     pruner = Harp(units, keep=KEEP, published=True)
     start = pruner.rates().detach()
@@ -219,11 +219,11 @@ def test_harp_as_published_starts_as_the_units_are_used_to(kind: str) -> None:
     if units.kind == "channels":
         assert bool((start > 0.98).all()) and float(pruner.budget_loss().detach()) > 1
     least = torch.tensor([0.1 * units.uniform_rate(pruner.total)] * len(start), dtype=torch.float64)
-    assert torch.equal(pruner._low, torch.maximum(least, torch.tensor(units.floors, dtype=torch.float64)))
+    assert torch.equal(pruner.low, torch.maximum(least, torch.tensor(units.floors, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("kind", ["filters", "channels", "macs"])
-def test_learned_rates_come_down_to_the_budget(kind: str) -> None:
+def test_learned_rates_fall_to_the_budget(kind: str) -> None:
     units = make(kind)
     pruner = Harp(units, keep=KEEP, published=True, initial_rate=0.9, gamma_step=20.0)
     over = float(pruner.budget_loss().detach())
@@ -242,7 +242,7 @@ def test_the_soft_budget_is_differentiated_through_the_units_cost() -> None:
     pruner.pull(gradients)
     _, slope = units.slope(pruner.rates().detach().numpy())
     sigmoid = pruner.quotas.detach().double().sigmoid().numpy()
-    inner = pruner._span.numpy() * sigmoid * (1 - sigmoid)
+    inner = pruner.span.numpy() * sigmoid * (1 - sigmoid)
     expected = (np.array(sums) + 3.0 * slope / pruner.total) * inner
     assert pruner.quotas.grad is not None
     assert pruner.quotas.grad.numpy() == pytest.approx(expected, rel=1e-4)

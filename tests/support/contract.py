@@ -93,5 +93,5 @@ def earlier_gradients_do_not_count(method: str, case: str) -> None:
         fit(model, [cases.batch()], Natural(), make(method, model), epochs=1)
         return model.state_dict()
 
-    for found, expected in ((trained("before the pruner"), trained("no")), (trained("before fit"), fitted())):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for result, expected in ((trained("before the pruner"), trained("no")), (trained("before fit"), fitted())):
+        assert all(torch.equal(result[name], expected[name]) for name in expected)

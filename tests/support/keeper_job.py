@@ -1,4 +1,4 @@
-"""What two processes agree on, for `test_keeper`: each writes what it saw.
+"""What two processes agree on, for `test_checkpointing`: each writes its results.
 
 keeper_job.py FOLDER RANK PORT
 """
@@ -23,7 +23,7 @@ from harp.training.divergence import Guard
 
 
 class Fabric:
-    """As much of a fabric as is looked at."""
+    """The attributes of a fabric that are used."""
 
     def __init__(self) -> None:
         self.world_size, self.global_rank, self.device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
@@ -31,17 +31,17 @@ class Fabric:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value."""
-        found = [value]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        values = [value]
+        dist.broadcast_object_list(values, 0)
+        return values[0]
 
 
 def state(step: int) -> dict[str, Any]:
     return {"epoch": 0, "step": step, "x": torch.zeros(10)}
 
 
-def told(folder: Path, fabric: Fabric, stop: Stop, at: int, number: int | None) -> list[Any]:
-    """Steps until somebody is asked to stop: rank 1, at a step."""
+def stopped(folder: Path, fabric: Fabric, stop: Stop, at: int, number: int | None) -> list[Any]:
+    """Steps until the training is stopped, by a signal to rank 1 at a step or by its time limit."""
     keeper = Keeper(folder / "state.pt", stop, fabric=fabric)
     with stop.on_signals():
         for step in range(1, 100_000):
@@ -57,7 +57,7 @@ def told(folder: Path, fabric: Fabric, stop: Stop, at: int, number: int | None) 
 
 
 class Clock:
-    """A time that passes when told to."""
+    """A clock that the job moves."""
 
     now = 0.0
 
@@ -66,7 +66,7 @@ class Clock:
 
 
 def asked(folder: Path, fabric: Fabric) -> int:
-    """How often the processes ask each other in three seconds of steps of 10 ms."""
+    """The number of exchanges in three seconds of steps of 10 ms."""
     clock, calls = Clock(), 0
     keeper_module.time = clock  # type: ignore[assignment]
     keeper = Keeper(folder / "state.pt", Stop(), fabric=fabric)
@@ -86,8 +86,8 @@ def asked(folder: Path, fabric: Fabric) -> int:
 
 
 def diverged(fabric: Fabric) -> list[str]:
-    """The loss of rank 1 alone is no number at the third step, the gradient of rank 0 alone at the fifth."""
-    found = []
+    """The loss of rank 1 is NaN at the third step, the gradient of rank 0 at the fifth."""
+    messages = []
     for what in ("loss", "gradient"):
         weight = torch.ones(3, requires_grad=True)
         guard = Guard({"w": weight}, fabric)
@@ -96,26 +96,26 @@ def diverged(fabric: Fabric) -> list[str]:
                 bad = float("nan")
                 weight.grad = torch.full((3,), bad if (what, step, fabric.global_rank) == ("gradient", 5, 0) else 1.0)
                 guard.watch(bad if (what, step, fabric.global_rank) == ("loss", 3, 1) else 1.0, f"step {step}")
-                dist.barrier()  # the exchange of a step: who is alone in it waits for ever
+                dist.barrier()  # a process that is alone in it would wait for ever
         except Diverged as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def main() -> None:
-    """Everything, one after the other."""
+    """All cases, one after the other."""
     folder, rank, port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     fabric = Fabric()
-    found: dict[str, Any] = {"asked": asked(folder / "asked", fabric)}
-    found["signal"] = told(folder / "signal", fabric, Stop(), 40, signal.SIGUSR1)
-    limit = Stop(0.02) if rank == 1 else Stop()  # clocks differ: the first whose time is over decides
-    found["time"] = told(folder / "time", fabric, limit, 0, None)
+    results: dict[str, Any] = {"asked": asked(folder / "asked", fabric)}
+    results["signal"] = stopped(folder / "signal", fabric, Stop(), 40, signal.SIGUSR1)
+    limit = Stop(0.02) if rank == 1 else Stop()  # the time limit of one process stops both
+    results["time"] = stopped(folder / "time", fabric, limit, 0, None)
     refused = folder / "refused"
     if rank == 0:
         refused.write_text("a file where a folder should be")
     dist.barrier()
-    found["disk"] = told(refused, fabric, Stop(), 5, signal.SIGTERM)
+    results["disk"] = stopped(refused, fabric, Stop(), 5, signal.SIGTERM)
     if rank == 0:
         states = States(folder / "damaged" / "state.pt")
         for step in (1, 2):
@@ -123,9 +123,9 @@ def main() -> None:
         states.path.write_bytes(states.path.read_bytes()[:100])
     dist.barrier()
     loaded = Keeper(folder / "damaged" / "state.pt", Stop(), fabric=fabric).load()
-    found["loaded"] = None if loaded is None else loaded["step"]
-    found["diverged"] = diverged(fabric)
-    (folder / f"found.{rank}").write_text(json.dumps(found))
+    results["loaded"] = None if loaded is None else loaded["step"]
+    results["diverged"] = diverged(fabric)
+    (folder / f"results.{rank}").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 

@@ -77,7 +77,7 @@ class Three:
 
 def assert_same_state(pruner: Pruner, expected: Pruner) -> None:
     """All that a checkpoint holds of two pruners is the same, to the bit."""
-    found = pruner.state_dict()
+    state = pruner.state_dict()
     for name, value in expected.state_dict().items():
-        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
-        assert same, f"{name}: {found[name]} instead of {value}"
+        same = torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value
+        assert same, f"{name}: {state[name]} instead of {value}"

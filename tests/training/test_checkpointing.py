@@ -39,30 +39,30 @@ HEARD = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.S
 
 
 @pytest.mark.parametrize("number", HEARD)
-def test_signals_that_ask_to_stop(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_signal_saves_the_state_and_ends_the_training(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     stop = Stop()
     with stop.on_signals():
         assert not Keeper(tmp_path / "state.pt", stop).due()
         signal.raise_signal(number)
-        made = Keeper(tmp_path / "state.pt", stop)
-        assert made.due()
+        keeper = Keeper(tmp_path / "state.pt", stop)
+        assert keeper.due()
         with pytest.raises(Interrupted, match="stopped in epoch 1, step 1; the state is saved") as caught:
-            made.save(state())
+            keeper.save(state())
     assert caught.value.code == (130 if number == signal.SIGINT else UNFINISHED)
     assert caught.value.cause == ("Ctrl-C" if number == signal.SIGINT else number.name)
     assert signal.getsignal(number) == before
     assert load_state(tmp_path / "state.pt")["step"] == 1
 
 
-def test_others_are_left_alone() -> None:
+def test_other_signals_keep_their_handlers() -> None:
     left = [signal.SIGCONT, signal.SIGTSTP, signal.SIGCHLD, signal.SIGPIPE]
     before = [signal.getsignal(number) for number in left]
     with Stop().on_signals():
         assert [signal.getsignal(number) for number in left] == before
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = Stop()
@@ -73,7 +73,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_preemption_that_is_announced_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_preemption_signals_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler signals the job's steps, and the job's script passes its own on; then comes SIGTERM."""
     ended: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
@@ -85,7 +85,7 @@ def test_a_preemption_that_is_announced_twice_is_one(monkeypatch: pytest.MonkeyP
         assert not ended
 
 
-def test_only_a_second_ctrl_c_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_second_ctrl_c_ends_the_process_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
     stop = Stop()
@@ -111,7 +111,7 @@ with stop.on_signals():
 """
 
 
-def test_when_the_terminal_is_gone_printing_harms_nothing(tmp_path: Path) -> None:
+def test_printing_after_the_terminal_has_closed_does_not_fail(tmp_path: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", HANGUP, str(tmp_path / "ready")])
@@ -125,7 +125,7 @@ def test_when_the_terminal_is_gone_printing_harms_nothing(tmp_path: Path) -> Non
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_forked_process_leaves_it_to_its_parent() -> None:
+def test_a_forked_process_leaves_stop_signals_to_its_parent() -> None:
     stop = Stop()
     with stop.on_signals():
         child = os.fork()
@@ -144,7 +144,7 @@ def test_a_forked_process_leaves_it_to_its_parent() -> None:
 
 
 class Clock:
-    """A time that passes when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -158,37 +158,37 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    made = Clock()
+    clock = Clock()
     for module in (interrupt, checkpointing):
-        monkeypatch.setattr(module, "time", made)
-    yield made
+        monkeypatch.setattr(module, "time", clock)
+    yield clock
 
 
 def test_states_are_saved_every_few_minutes(tmp_path: Path, clock: Clock) -> None:
-    made = Keeper(tmp_path / "state.pt", Stop(), minutes=10)
+    keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=10)
     for _ in range(10):
         clock.now += 59
-        assert not made.due()
+        assert not keeper.due()
     clock.now += 59
-    assert made.due()
-    made.save(state())
-    assert not made.due()
+    assert keeper.due()
+    keeper.save(state())
+    assert not keeper.due()
 
 
 @pytest.mark.parametrize(("step", "save", "limit"), [(0.1, 0.5, 60), (20, 30, 60), (1, 1, 600), (0.01, 0.01, 0.5)])
-def test_the_time_is_kept(
+def test_the_training_ends_shortly_before_its_time_limit(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, step: float, save: float, limit: float
 ) -> None:
     """It ends before the time is over, whatever a step and a save take, and not much sooner."""
     monkeypatch.setattr(states.States, "save", lambda self, content: clock.sleep(save))
     stop = Stop(limit, began=clock.now - 1)
-    made = Keeper(tmp_path / "state.pt", stop, minutes=10)
+    keeper = Keeper(tmp_path / "state.pt", stop, minutes=10)
     end = clock.now - 1 + 60 * limit
     with pytest.raises(Interrupted) as caught:
         while True:
             clock.now += step
-            if made.due():
-                made.save(state())
+            if keeper.due():
+                keeper.save(state())
     assert caught.value.signal == TIME_IS_UP
     assert caught.value.code == UNFINISHED
     assert caught.value.cause == "its time is over"
@@ -196,41 +196,41 @@ def test_the_time_is_kept(
     assert clock.now > end - min(30, 0.1 * 60 * limit) - 4 * (step + save)
 
 
-def test_a_validation_that_would_not_fit_is_not_begun(tmp_path: Path, clock: Clock) -> None:
+def test_a_validation_that_would_exceed_the_time_limit_is_not_started(tmp_path: Path, clock: Clock) -> None:
     stop = Stop(60)
     end = clock.now + 3600
-    made = Keeper(tmp_path / "state.pt", stop, minutes=10)
+    keeper = Keeper(tmp_path / "state.pt", stop, minutes=10)
     epochs = 0
     with pytest.raises(Interrupted):
         while True:
             for step in range(10):
                 clock.now += 10
-                if made.due(step == 9):
-                    made.save(state(epochs, step + 1))
+                if keeper.due(step == 9):
+                    keeper.save(state(epochs, step + 1))
             clock.now += 300  # validation
             epochs += 1
-            made.save(state(epochs, 0))
+            keeper.save(state(epochs, 0))
     assert clock.now < end
     kept = load_state(tmp_path / "state.pt")
     assert (kept["epoch"], kept["step"]) == (8, 10)  # all that there was time for
 
 
-def test_before_a_long_validation_the_epoch_is_saved(tmp_path: Path, clock: Clock) -> None:
-    made = Keeper(tmp_path / "state.pt", Stop(), minutes=1000)
+def test_the_state_is_saved_before_a_long_validation(tmp_path: Path, clock: Clock) -> None:
+    keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=1000)
     clock.now += 60
-    assert made.due(last=True)  # nobody knows how long it will take
+    assert keeper.due(last=True)  # its length is not known yet
     for validation, expected in ((1.0, False), (100.0, True)):
         clock.now += validation
-        made.save(state(1, 0))
+        keeper.save(state(1, 0))
         clock.now += 60
-        assert not made.due()
-        assert made.due(last=True) is expected
+        assert not keeper.due()
+        assert keeper.due(last=True) is expected
 
 
-def test_at_least_one_step_is_done(tmp_path: Path) -> None:
-    made = Keeper(tmp_path / "state.pt", Stop(1e-6))
-    assert made.load() is None  # nothing stops before it is asked
-    assert made.due()
+def test_at_least_one_step_is_done_before_the_time_limit(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path / "state.pt", Stop(1e-6))
+    assert keeper.load() is None  # nothing stops before it is asked
+    assert keeper.due()
     with pytest.raises(RecipeError, match="0 minutes: give more than 0"):
         Stop(0)
     assert Stop().left() == math.inf
@@ -256,52 +256,54 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_while_the_disk_is_full_training_goes_on(
+def test_training_goes_on_while_the_disk_is_full(
     small_disk: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    made = Keeper(small_disk / "state.pt", Stop(), minutes=10)
-    made.save(state(0, 1))
+    keeper = Keeper(small_disk / "state.pt", Stop(), minutes=10)
+    keeper.save(state(0, 1))
     (small_disk / "other").write_bytes(bytes(700_000))
-    made.save(state(0, 2))
+    keeper.save(state(0, 2))
     assert load_state(small_disk / "state.pt")["step"] == 1
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "state.pt"]
     (line,) = caplog.messages
     assert "state.pt: No space left on device (200.6 kB needed, " in line
     assert "kB free); training goes on, trying again in 60 s at the soonest. Last state: " in line
     assert "(epoch 1, step 1)" in line
-    assert not made.due()
+    assert not keeper.due()
     clock.now += 61
-    assert made.due()  # sooner than usual
+    assert keeper.due()  # sooner than usual
     (small_disk / "other").unlink()
-    made.save(state(0, 3))
-    assert made.load()["step"] == 3  # type: ignore[index]
+    keeper.save(state(0, 3))
+    assert keeper.load()["step"] == 3  # type: ignore[index]
 
 
-def test_a_read_only_disk(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = Keeper(small_disk / "state.pt", Stop())
-    made.save(state(0, 1))
+def test_training_goes_on_while_the_disk_is_read_only(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keeper = Keeper(small_disk / "state.pt", Stop())
+    keeper.save(state(0, 1))
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    made.save(state(0, 2))
+    keeper.save(state(0, 2))
     assert "Read-only file system; training goes on" in caplog.text
-    assert made.load()["step"] == 1  # type: ignore[index]
+    assert keeper.load()["step"] == 1  # type: ignore[index]
 
 
-def test_what_could_not_be_saved_is_said_at_the_end(small_disk: Path, clock: Clock) -> None:
+def test_a_stop_without_a_saved_state_is_an_error(small_disk: Path, clock: Clock) -> None:
     stop = Stop()
-    made = Keeper(small_disk / "state.pt", stop)
-    made.save(state(0, 1))
+    keeper = Keeper(small_disk / "state.pt", stop)
+    keeper.save(state(0, 1))
     (small_disk / "other").write_bytes(bytes(700_000))
     stop.signal = signal.SIGTERM
     with pytest.raises(
         DiskError, match=r"^stopped in epoch 2, step 3, but the state is NOT saved: can't write .* No space"
     ) as caught:
-        made.save(state(1, 3))
+        keeper.save(state(1, 3))
     assert str(caught.value).endswith(f"the last one on disk: {small_disk / 'state.pt'} (epoch 1, step 1)")
 
 
-def test_room_that_comes_in_time(small_disk: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_save_is_retried_until_there_is_room(
+    small_disk: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stop = Stop()
-    made = Keeper(small_disk / "state.pt", stop)
+    keeper = Keeper(small_disk / "state.pt", stop)
     (small_disk / "other").write_bytes(bytes(900_000))
     stop.signal = signal.SIGTERM
 
@@ -311,11 +313,11 @@ def test_room_that_comes_in_time(small_disk: Path, clock: Clock, monkeypatch: py
 
     monkeypatch.setattr(clock, "sleep", sleep)
     with pytest.raises(Interrupted):
-        made.save(state(1, 3))
+        keeper.save(state(1, 3))
     assert load_state(small_disk / "state.pt")["step"] == 3
 
 
-def test_results_are_waited_for(clock: Clock) -> None:
+def test_writing_results_is_retried_while_the_disk_is_full(clock: Clock) -> None:
     tries: list[float] = []
 
     def write(full: bool = True) -> None:
@@ -342,26 +344,26 @@ def test_results_are_waited_for(clock: Clock) -> None:
     assert len(tries) == 1
 
 
-def test_what_is_wrong_with_the_state_is_no_matter_of_the_disk(tmp_path: Path) -> None:
+def test_a_state_that_can_not_be_saved_is_no_disk_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a function"):
         Keeper(tmp_path / "state.pt", Stop()).save({**state(), "x": lambda: 0})
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
-def test_a_system_that_refuses(
+def test_a_failed_rename_keeps_the_previous_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = Keeper(tmp_path / "state.pt", Stop())
-    made.save(state(0, 1))
+    keeper = Keeper(tmp_path / "state.pt", Stop())
+    keeper.save(state(0, 1))
 
     def refuse(*arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", refuse)
-        made.save(state(0, 2))
+        keeper.save(state(0, 2))
     assert os.strerror(number) in caplog.text
-    assert made.load()["step"] == 1  # type: ignore[index]
+    assert keeper.load()["step"] == 1  # type: ignore[index]
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
 
 
@@ -379,7 +381,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     both = [subprocess.Popen([*words, str(rank), str(port)], cwd=TESTS, stderr=subprocess.PIPE) for rank in range(2)]
     errors = [process.communicate(timeout=280)[1].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0], errors
-    return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"results.{rank}").read_text()) for rank in range(2)]
 
 
 def test_a_signal_that_reaches_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
@@ -389,26 +391,26 @@ def test_a_signal_that_reaches_one_process_stops_all(pair: list[dict[str, Any]])
     assert "the state is saved" in text
 
 
-def test_the_first_whose_time_is_over_decides(pair: list[dict[str, Any]]) -> None:
+def test_the_time_limit_of_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
     assert pair[0]["time"] == pair[1]["time"]
     assert pair[0]["time"][::2] == ["Interrupted", TIME_IS_UP]
 
 
-def test_all_know_that_the_state_could_not_be_written(pair: list[dict[str, Any]]) -> None:
-    assert [found["disk"][0] for found in pair] == ["DiskError", "DiskError"]
-    assert all("the state is NOT saved" in found["disk"][1] for found in pair)
+def test_all_processes_raise_the_disk_error_of_one(pair: list[dict[str, Any]]) -> None:
+    assert [results["disk"][0] for results in pair] == ["DiskError", "DiskError"]
+    assert all("the state is NOT saved" in results["disk"][1] for results in pair)
 
 
-def test_all_go_on_from_the_same_state(pair: list[dict[str, Any]]) -> None:
-    assert [found["loaded"] for found in pair] == [1, 1]
+def test_all_processes_resume_from_the_same_state(pair: list[dict[str, Any]]) -> None:
+    assert [results["loaded"] for results in pair] == [1, 1]
 
 
-def test_what_is_not_finite_in_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
-    loss, gradient = zip(*(found["diverged"] for found in pair), strict=True)
+def test_divergence_in_one_process_stops_all(pair: list[dict[str, Any]]) -> None:
+    loss, gradient = zip(*(results["diverged"] for results in pair), strict=True)
     assert loss[0].startswith("the loss of another process became NaN in step 3")
     assert loss[1].startswith("the loss became nan in step 3")
     assert gradient[0] == gradient[1] and gradient[0].startswith("the gradient of w became NaN or infinite in step 5")
 
 
-def test_processes_ask_each_other_about_once_a_second(pair: list[dict[str, Any]]) -> None:
-    assert [found["asked"] for found in pair] in ([3, 3], [4, 4])  # in three seconds
+def test_processes_exchange_their_flags_about_once_a_second(pair: list[dict[str, Any]]) -> None:
+    assert [results["asked"] for results in pair] in ([3, 3], [4, 4])  # in three seconds

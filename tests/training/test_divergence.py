@@ -1,4 +1,4 @@
-"""A training whose numbers are no longer finite stops, says where, and leaves the last good state alone."""
+"""A training with NaN or infinite numbers stops, reports the step, and keeps the last good state."""
 
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,13 @@ def guard(at_once: bool = True) -> tuple[Guard, dict[str, Tensor]]:
     named |= {"empty": torch.ones(0, requires_grad=True), "frozen": torch.ones(1)}
     for name in ("a", "b", "empty"):
         named[name].grad = torch.zeros_like(named[name])
-    made = Guard(named, Fabric())
-    made.at_once = at_once
-    return made, named
+    watcher = Guard(named, Fabric())
+    watcher.at_once = at_once
+    return watcher, named
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_gradients_and_losses_are_named(value: float) -> None:
+def test_the_message_names_the_gradient_or_the_loss(value: float) -> None:
     watcher, named = guard()
     watcher.watch(1.0, "epoch 1, step 1, at learning rate 0.1")
     named["b"].grad[0, 1] = value  # type: ignore[index]
@@ -53,17 +53,17 @@ def test_gradients_and_losses_are_named(value: float) -> None:
         watcher.watch(value, "there")
 
 
-def test_elsewhere_it_is_said_one_step_later_but_of_the_right_step() -> None:
+def test_a_deferred_check_names_the_step_that_diverged() -> None:
     watcher, named = guard(at_once=False)
     named["a"].grad[0] = float("nan")  # type: ignore[index]
     watcher.watch(1.0, "step 1")
     named["a"].grad.zero_()  # type: ignore[union-attr]
     with pytest.raises(Diverged, match=r"the gradient of a .* in step 1"):
         watcher.watch(float("nan"), "step 2")
-    watcher.check()  # it was said
+    watcher.check()  # the error is raised once
 
 
-def test_weights() -> None:
+def test_weights_that_are_not_finite_are_refused() -> None:
     big = torch.full((100,), 3e38)  # its norm is more than a float can hold, but it is finite
     divergence.check_weights({"big": big, "count": torch.ones(3, dtype=torch.long), "none": torch.ones(0)}, "here")
     for value in BAD:
@@ -93,19 +93,19 @@ class Poisoned(Natural):
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("loss", "the loss became nan in epoch 2, step 2"),
         ("gradient", r"the gradient of \S+ became NaN or infinite in epoch 2, step 2"),
         ("weights", r"\S+ became NaN or infinite in epoch 2, step 2"),
     ],
 )
-def test_the_last_good_state_stays(tmp_path: Path, what: str, told: str) -> None:
+def test_a_diverged_state_does_not_replace_the_last_good_one(tmp_path: Path, what: str, message: str) -> None:
     model = cases.build("conv")
     model.register_buffer("endless", torch.tensor([-float("inf"), 0.0]))  # it was so from the beginning
     model.register_buffer("statistics", torch.zeros(2))
     keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=0, of="x")
-    with pytest.raises(Diverged, match=rf"^{told}, at learning rate \S+: try a smaller one"):
+    with pytest.raises(Diverged, match=rf"^{message}, at learning rate \S+: try a smaller one"):
         fit(model, Three(), Poisoned(5, what), Dense(Weights(model)), epochs=3, lr=0.1, keeper=keeper)
     state = load_state(tmp_path / "state.pt")
     assert (state["epoch"], state["step"]) == (1, 1)

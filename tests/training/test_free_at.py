@@ -74,7 +74,7 @@ def letter(model: nn.Module, epochs: int, replays: int, lr: float, fresh: bool, 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_it_is_the_papers_loop_to_the_bit(fresh: bool, masked: bool) -> None:
+def test_free_training_equals_the_papers_loop_bit_for_bit(fresh: bool, masked: bool) -> None:
     model, twin = network(), network()
     pruner: Any = Dense(Weights(model))
     masks = None
@@ -107,12 +107,12 @@ def test_an_update_costs_one_forward_and_one_backward_pass() -> None:
         lr=0.01,
         on_step=lambda record: updates.append(record["loss"]),
     )
-    looks = 1  # at the first image, to see how many classes there are
+    looks = 1  # at the first image, for the number of classes
     assert len(updates) == 2 * 2
     assert calls["forward"] - before - looks == calls["backward"] == 2 * 2 * 5
 
 
-def test_methods_that_pace_themselves_are_told_of_every_update_and_the_rate_follows_them() -> None:
+def test_the_plan_and_the_schedule_count_every_replay() -> None:
     model = network()
     pruner = Harp(Weights(model), keep=0.2)
     seen: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def test_methods_that_pace_themselves_are_told_of_every_update_and_the_rate_foll
     assert rates == pytest.approx([0.1] * 4 + [0.01] * 4)
 
 
-def test_a_stopped_training_goes_on_with_its_noise_to_the_bit() -> None:
+def test_a_resumed_free_training_keeps_its_noise() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = network()
         fit(model, data(), FreeTraining(replays=2), Harp(Weights(model), keep=0.2), epochs=3, lr=0.1, keeper=keeper)
@@ -156,7 +156,7 @@ def test_parts_of_a_batch_have_their_own_rows_of_noise() -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in PRUNERS if name != "fixed"])
-def test_every_method_trains_by_it(method: str) -> None:
+def test_every_method_trains_with_free_training(method: str) -> None:
     model = cases.build("conv")
     pruner = PRUNERS[method](Weights(model), **({} if method == "dense" else {"keep": 0.2}))
     keeper = Memory()
@@ -173,31 +173,32 @@ def test_fast_training_is_one_long_step_from_a_random_start() -> None:
     fast = FastTraining(epsilon=0.1)
     assert fast.step == pytest.approx(0.125) and fast.steps == 1
     torch.manual_seed(5)
-    found = fast.attack(model, x, y)
+    x_adv = fast.attack(model, x, y)
     torch.manual_seed(5)
     start = (x + 0.1 * (2 * torch.rand(x.shape) - 1)).clamp(0, 1).requires_grad_(True)
     model.eval()
     (gradient,) = torch.autograd.grad(F.cross_entropy(model(start), y, reduction="sum"), start)
     expected = torch.clamp(start.detach() + 0.125 * gradient.sign(), x - 0.1, x + 0.1).clamp(0, 1)
-    assert (found - expected).abs().le(1e-6).float().mean() > 0.99, "but where a gradient is zero up to rounding"
+    assert (x_adv - expected).abs().le(1e-6).float().mean() > 0.99, "but where a gradient is zero up to rounding"
     assert fast.judge() == Pgd(0.1)
+    assert FastTraining(epsilon=0.1, step=0.05).step == 0.05
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"replays": 0}, "replays must be a whole number of 1 or more"),
         ({"epsilon": -1}, "epsilon must be"),
         ({"step": float("nan")}, "step must be"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         OBJECTIVES["free"](**options)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_parts_draw_what_the_whole_batch_would(world: int) -> None:
+def test_processes_draw_the_noise_of_the_whole_batch(world: int) -> None:
     whole = torch.empty(8, 3, 2)
     for draw in (uniform, normal):
         with shared(7):
@@ -211,6 +212,6 @@ def test_parts_draw_what_the_whole_batch_would(world: int) -> None:
     with shared(7, 1, world):
         assert torch.equal(common(whole), expected)
     torch.manual_seed(7)
-    found = uniform(whole)
+    drawn = uniform(whole)
     torch.manual_seed(7)
-    assert torch.equal(found, torch.rand(whole.shape)), "outside, it is torch's own generator"
+    assert torch.equal(drawn, torch.rand(whole.shape)), "outside, it is torch's own generator"

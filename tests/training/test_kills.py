@@ -9,6 +9,6 @@ from support.kills import torture
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_twenty_kills(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twenty_times_ends_with_the_same_bits(tmp_path: Path) -> None:
     facts = torture(tmp_path, 20)
     assert facts["same bits"] and facts["kills"] == 20

@@ -1,4 +1,4 @@
-"""The loop: what it selects, what it refuses, and that it takes anybody's batches."""
+"""The loop: which epoch it selects, what it refuses, and which batches it takes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from harp.errors import CheckpointError, DataError, Diverged, ModelError, RecipeError
-from harp.pruning.methods import Dense, Fixed, Harp, Hydra, Magnitude, Objective
+from harp.pruning.methods import Dense, Fixed, Harp, Hydra, Magnitude
 from harp.pruning.schedules import constant, cosine
 from harp.pruning.units import Weights
 from harp.system.distributed import shared_noise
+from harp.training.base import Objective
 from harp.training.dataloaders import EpochBatches, by_epoch
 from harp.training.loop import fit
 from harp.training.objectives import Natural, PgdTraining
@@ -36,7 +37,7 @@ def loader() -> DataLoader[tuple[Tensor, int]]:
     return DataLoader(Noisy(), batch_size=8, shuffle=True)
 
 
-def test_a_dataloader_resumes_in_the_middle_of_an_epoch_to_the_bit() -> None:
+def test_a_dataloader_resumes_in_the_middle_of_an_epoch_bit_for_bit() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = cases.build("conv")
         fit(model, loader(), PgdTraining(steps=1), Harp(Weights(model), keep=0.2), epochs=3, lr=0.1, keeper=keeper)
@@ -56,7 +57,7 @@ def order(batches: EpochBatches, epoch: int, start: int = 0) -> list[int]:
 
 
 class Plain(Dataset[tuple[Tensor, int]]):
-    """Images that tell their number."""
+    """Images whose pixels are their number."""
 
     def __len__(self) -> int:
         return 24
@@ -79,18 +80,18 @@ class Fabrics:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_order_of_a_dataloader_follows_from_seed_and_epoch(world: int) -> None:
-    def made(seed: int, rank: int = 0) -> EpochBatches:
+    def batches(seed: int, rank: int = 0) -> EpochBatches:
         return by_epoch(DataLoader(Plain(), batch_size=4, shuffle=True), Fabrics(rank, world), seed)
 
-    whole = made(3)
+    whole = batches(3)
     first, second = order(whole, 0), order(whole, 1)
     assert first != second
-    assert order(made(3), 1) == second and order(made(3), 1, 2) == second[8:], "a process that goes on in epoch 1"
-    assert order(made(4), 0) != first
-    assert sorted(number for rank in range(world) for number in order(made(3, rank), 1)) == list(range(24))
+    assert order(batches(3), 1) == second and order(batches(3), 1, 2) == second[8:], "a process that goes on in epoch 1"
+    assert order(batches(4), 0) != first
+    assert sorted(number for rank in range(world) for number in order(batches(3, rank), 1)) == list(range(24))
 
 
-def test_samplers_are_told_the_epoch() -> None:
+def test_samplers_get_the_epoch() -> None:
     epochs = list[int]()
 
     class Told(SequentialSampler):
@@ -112,7 +113,9 @@ def test_the_best_ready_epoch_is_left_in_the_model_and_in_the_pruner() -> None:
 
     def validate() -> dict[str, float]:
         masks.append(pruner.masks())
-        assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, "what is validated is exact"
+        assert sum(int(w.count_nonzero()) for w in pruner.units.weights) <= pruner.total, (
+            "the validated weights meet the budget"
+        )
         seen.append({name: value.clone() for name, value in model.state_dict().items()})
         return {"robust": next(values)}
 
@@ -144,15 +147,15 @@ def test_without_selection_the_last_epoch_stays() -> None:
         )
 
 
-def test_a_budget_that_training_missed_is_still_met_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_budget_missed_in_training_is_met_at_the_end_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = cases.build("conv")
     pruner = Harp(Weights(model), keep=0.02, published=True, gamma_step=1e-6)
     fitted = fit(model, Three(), Natural(), pruner, epochs=1, lr=0.1)
     assert sum(int(mask.sum()) for mask in fitted.masks.values()) == pruner.total
     assert not fitted.met
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("The budget was not met in training (exceeded by ")
-    assert f"{100 * fitted.history[-1]['budget_loss']:.3g} %" in said and "gamma_step" in said
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert message.startswith("The budget was not met in training (exceeded by ")
+    assert f"{100 * fitted.history[-1]['budget_loss']:.3g} %" in message and "gamma_step" in message
 
 
 def test_a_budget_counts_as_met_when_an_epoch_could_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,7 +177,7 @@ def test_a_budget_counts_as_met_when_an_epoch_could_be_chosen(caplog: pytest.Log
     assert trained(epochs=1) and trained(epochs=3, **validated)
     assert not caplog.records
     assert not trained(epochs=3), "without a choice the last epoch is what counts"
-    assert len(caplog.records) == 1 and "exceeded" not in caplog.text, "by how much is said where it is known"
+    assert len(caplog.records) == 1 and "exceeded" not in caplog.text, "the excess is reported only if it is known"
 
 
 def test_divergence_stops_with_advice() -> None:
@@ -186,7 +189,7 @@ def test_divergence_stops_with_advice() -> None:
 
 
 class Batches:
-    """One batch of somebody's data."""
+    """One batch of given data."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -199,18 +202,24 @@ class Batches:
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "said"),
+    ("x", "y", "message"),
     [
         (torch.rand(4, 3, 8, 8) * 255, torch.arange(4), r"\[0, 1\]"),
         (torch.rand(4, 3, 8, 8) - 0.5, torch.arange(4), r"\[0, 1\]"),
-        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]), "4"),
-        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "-1"),
+        ((torch.rand(4, 3, 8, 8) * 255).byte(), torch.arange(4), "not torch.uint8"),
         (torch.full((4, 3, 8, 8), torch.nan), torch.arange(4), "(?i)nan|finite"),
+        (torch.rand(4, 3, 8, 8).index_fill(0, torch.tensor([1]), torch.inf), torch.arange(4), "inf"),
+        (torch.rand(0, 3, 8, 8), torch.arange(0), "^0 images with labels of torch.int64, expected at least one image"),
+        (torch.rand(4, 3, 8, 8), torch.arange(3), "one integer label for each of 4 images"),
+        (torch.rand(4, 3, 8, 8), torch.arange(4.0), "integer label .* torch.float32"),
+        (torch.rand(4, 3, 8, 8), torch.arange(4) > 1, "labels of torch.bool, expected .* integer labels"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]), "^label 4, expected 0 to 3: the model has 4 outputs"),
+        (torch.rand(4, 3, 8, 8), torch.tensor([0, 1, -1, 2]), "^label -1, expected 0 to 3"),
     ],
 )
-def test_data_that_would_train_to_nonsense_is_refused(x: Tensor, y: Tensor, said: str) -> None:
+def test_a_batch_that_is_no_images_and_labels_is_refused(x: Tensor, y: Tensor, message: str) -> None:
     model = cases.build("conv")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         fit(model, Batches(x, y), Natural(), Dense(Weights(model)), epochs=1)
 
 
@@ -220,15 +229,15 @@ def test_batches_without_a_length_are_refused() -> None:
         fit(model, (cases.batch() for _ in range(3)), Natural(), Dense(Weights(model)), epochs=1)
 
 
-def test_quotas_have_a_group_of_their_own() -> None:
+def test_quotas_have_their_own_parameter_group() -> None:
     model = cases.build("conv")
     pruner = Harp(Weights(model), keep=0.1, published=True, quota_lr=0.5, quota_momentum=0.0, quota_weight_decay=0.0)
     seen = []
 
     def optimizer(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
-        seen.append(made)
-        return made
+        sgd = torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=5e-4)
+        seen.append(sgd)
+        return sgd
 
     fit(model, Three(), Natural(), pruner, epochs=1, optimizer=optimizer, schedule=constant)
     first, second = seen[0].param_groups
@@ -237,7 +246,7 @@ def test_quotas_have_a_group_of_their_own() -> None:
     assert len(second["params"]) == 1
 
 
-def test_fit_leaves_the_callers_random_numbers_alone() -> None:
+def test_fit_does_not_change_the_callers_random_state() -> None:
     model = cases.build("conv")
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -318,14 +327,14 @@ def test_fine_tuning_under_masks_recovers_the_loss() -> None:
 
 
 @pytest.mark.parametrize("options", [{"epochs": -1}, {"epochs": 1, "accumulate": 0}])
-def test_senseless_lengths_are_refused(options: dict[str, int]) -> None:
+def test_invalid_numbers_of_epochs_and_parts_are_refused(options: dict[str, int]) -> None:
     model = cases.build("conv")
     with pytest.raises(RecipeError):
         fit(model, Three(), Natural(), Dense(Weights(model)), **options)
 
 
 def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
-    """The attack sees the bare module, the loss the engine's wrapper; both are one set of parameters."""
+    """The attack uses the bare module, the loss the wrapper of Fabric; both have the same parameters."""
     model = cases.build("residual")
     compared = 0
 
@@ -344,7 +353,7 @@ def test_bare_module_and_wrapper_get_the_same_gradients() -> None:
 
 
 class Averaged(Objective):
-    """A loss that is weighed by the running mean of the losses before: what it keeps changes every later step."""
+    """A loss divided by the running mean of the losses before, so its state changes every later step."""
 
     replays = 2
 
@@ -372,7 +381,7 @@ class Averaged(Objective):
         self.mean = state["mean"]
 
 
-def test_what_an_objective_keeps_is_part_of_a_checkpoint() -> None:
+def test_the_state_of_an_objective_is_part_of_a_checkpoint() -> None:
     def train(keeper: Memory) -> dict[str, Tensor]:
         model = cases.build("conv")
         fit(model, Three(), Averaged(), Dense(Weights(model)), epochs=3, lr=0.1, keeper=keeper)
@@ -387,7 +396,7 @@ def test_what_an_objective_keeps_is_part_of_a_checkpoint() -> None:
         assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-def test_every_hook_of_an_objective_is_called_where_it_says() -> None:
+def test_every_hook_of_an_objective_is_called_at_its_place() -> None:
     calls: list[str] = []
 
     class Recorded(Averaged):
@@ -406,7 +415,7 @@ def test_every_hook_of_an_objective_is_called_where_it_says() -> None:
     assert calls == ["begin", *(["start_epoch"] + ["after_backward"] * 3 * Recorded.replays) * 2]
 
 
-def test_hooks_of_what_is_no_objective_are_not_ignored() -> None:
+def test_a_function_with_hooks_is_refused() -> None:
     class Stray:
         replays = 3
 
@@ -418,7 +427,7 @@ def test_hooks_of_what_is_no_objective_are_not_ignored() -> None:
         fit(model, Three(), Stray(), Dense(Weights(model)), epochs=1)
 
 
-def test_a_state_of_another_version_is_one_line() -> None:
+def test_a_state_of_another_version_is_refused() -> None:
     model, keeper = cases.build("conv"), Memory()
     keeper.save({"epoch": 0, "step": 0, "loss_sum": 0.0})
     with pytest.raises(CheckpointError, match="'seconds', another version wrote it: delete it"):

@@ -60,9 +60,7 @@ def loss(objective: Any) -> float:
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 @pytest.mark.parametrize(("steps", "expected"), [(1, 10), (9, 10), (11, 11), (20, 20)])
-def test_held_out_images_are_judged_by_the_trainings_attack_of_ten_steps_at_least(
-    name: str, steps: int, expected: int
-) -> None:
+def test_validation_uses_the_attack_of_training_with_at_least_ten_steps(name: str, steps: int, expected: int) -> None:
     objective = ADVERSARIAL[name](epsilon=0.5, step=0.2, steps=steps, norm="l2")
     assert objective.judge() == Pgd(0.5, 0.2, expected, norm="l2")
     assert ADVERSARIAL[name](steps=steps).judge() == Pgd(8 / 255, None, expected)
@@ -122,12 +120,12 @@ def test_no_attack_leaves_the_clean_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_hoisted_trades_attack_is_the_one_of_the_paper(name: str) -> None:
-    """The clean distribution is constant: the twin computes it in each step, on the plain model."""
+def test_the_trades_attack_equals_that_of_the_paper(name: str) -> None:
+    """The clean distribution is constant: the reference computes it in each step, on the plain model."""
     model, (x, y) = cases.build(name).double(), cases.batch()
     x = x.double()
     torch.manual_seed(5)
-    found = Trades(epsilon=0.05, step=0.02, steps=4).attack(model, x, y)
+    x_adv = Trades(epsilon=0.05, step=0.02, steps=4).attack(model, x, y)
     torch.manual_seed(5)
     points = (x + 0.001 * torch.randn_like(x)).clamp(0, 1)
     with frozen(model, x, fast=False) as net:
@@ -137,7 +135,7 @@ def test_hoisted_trades_attack_is_the_one_of_the_paper(name: str) -> None:
             (gradient,) = torch.autograd.grad(divergence, points)
             points = points.detach() + 0.02 * gradient.sign()
             points = torch.minimum(torch.maximum(points, x - 0.05), x + 0.05).clamp(0, 1)
-    assert torch.allclose(found, points, atol=1e-12)
+    assert torch.allclose(x_adv, points, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -168,7 +166,7 @@ def test_contract(kind: str, name: str, norm: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_statistics_come_from_the_loss_pass_and_a_clean_one_if_wanted() -> None:
+def test_statistics_come_from_the_loss_pass_and_an_optional_clean_pass() -> None:
     x, y = cases.batch()
     plain, twice = cases.build("conv"), cases.build("conv")
     for model, clean in ((plain, False), (twice, True)):
@@ -186,24 +184,24 @@ def test_statistics_come_from_the_loss_pass_and_a_clean_one_if_wanted() -> None:
     assert not torch.equal(x_adv, x)
 
 
-def test_a_few_steps_of_training_help() -> None:
+def test_a_few_steps_of_training_lower_the_loss() -> None:
     x, _ = cases.batch(64)
     y = (x.mean((1, 2, 3)) > 0.5).long()
     for kind, objective in {**ADVERSARIAL, "natural": Natural}.items():
         model = cases.build("conv")
-        made = objective() if kind == "natural" else objective(epsilon=0.01, step=0.005, steps=2)
+        minimised = objective() if kind == "natural" else objective(epsilon=0.01, step=0.005, steps=2)
         optimiser = torch.optim.SGD(model.parameters(), 0.1)
         values = []
         for _ in range(15):
             optimiser.zero_grad()
-            value = made(model, x, y)
+            value = minimised(model, x, y)
             value.backward()
             optimiser.step()
             values.append(value.item())
         assert sum(values[-3:]) < 0.9 * sum(values[:3]), kind
 
 
-def test_table_and_fields() -> None:
+def test_objectives_of_the_table_check_their_fields() -> None:
     assert set(OBJECTIVES) == {"natural", "pgd", "fast", "free", "trades", "mart"}
     assert OBJECTIVES["trades"](epsilon=0.1, steps=3) == Trades(epsilon=0.1, steps=3, beta=6)
     for kind in (PgdTraining, Trades, Mart):

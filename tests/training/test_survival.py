@@ -118,7 +118,7 @@ def scripted(script: str, folder: Path, *words: str) -> subprocess.CompletedProc
         (signal.SIGUSR1, "prune", 75, "SIGUSR1"),
     ],
 )
-def test_asked_to_stop_it_saves_says_how_to_go_on_and_goes_on(
+def test_a_stopped_run_says_how_to_continue_and_continues(
     tmp_path: Path, straight: dict[str, torch.Tensor], number: signal.Signals, stage: str, code: int, cause: str
 ) -> None:
     stopped = scripted(SIGNALLED, tmp_path, stage, str(int(number)))
@@ -129,14 +129,14 @@ def test_asked_to_stop_it_saves_says_how_to_go_on_and_goes_on(
     assert_equal(artefact(tmp_path), straight)
 
 
-def test_before_there_is_anything_to_save(tmp_path: Path) -> None:
+def test_a_stop_before_the_first_state(tmp_path: Path) -> None:
     """A job that is preempted while it loads modules and data is to be queued again like any other."""
     stopped = scripted(PREEMPTED, tmp_path)
     assert stopped.returncode == 75, stopped.stderr
     assert "stopped by SIGUSR2; nothing is lost. Go on with the same command: harp run" in stopped.stderr
 
 
-def test_killed_in_the_middle_of_a_save_it_ends_with_the_same_bits(
+def test_a_run_killed_during_a_save_ends_with_the_same_bits(
     tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as in this process, which goes on
@@ -152,7 +152,7 @@ def test_killed_in_the_middle_of_a_save_it_ends_with_the_same_bits(
 
 
 @pytest.mark.slow
-def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
+def test_a_run_killed_repeatedly_ends_with_the_same_bits(tmp_path: Path, straight: dict[str, torch.Tensor]) -> None:
     delays = random.Random(0)
     for attempt in range(4):
         process = subprocess.Popen(command(tmp_path, "--minutes", "0"), stderr=subprocess.PIPE, text=True)
@@ -168,7 +168,7 @@ def test_killed_again_and_again_it_ends_with_the_same_bits(tmp_path: Path, strai
     assert_whole(tmp_path / "runs")
 
 
-def test_what_a_kill_right_after_a_stage_leaves_is_removed_by_the_next_run(tmp_path: Path) -> None:
+def test_files_left_by_a_kill_after_a_stage_are_removed_by_the_next_run(tmp_path: Path) -> None:
     """Between the stage's last file and its tidying up there is a moment, and a kill may hit it."""
     go_on(tmp_path)
     (stage,) = (tmp_path / "runs" / "stages").glob("*-prune")
@@ -183,7 +183,7 @@ def test_what_a_kill_right_after_a_stage_leaves_is_removed_by_the_next_run(tmp_p
     assert not [path for path in (*left, temporary) if path.exists()]
 
 
-def test_stages_one_by_one_are_the_stages_in_one_go(tmp_path: Path, here: dict[str, torch.Tensor]) -> None:
+def test_stages_run_one_by_one_equal_a_single_run(tmp_path: Path, here: dict[str, torch.Tensor]) -> None:
     """Nothing but files passes from stage to stage: a run that ends between two of them loses nothing."""
     for count in range(1, len(STAGES) + 1):
         folder = go_on(tmp_path, stages=count)
@@ -205,7 +205,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return artefact(folder)
 
 
-def test_out_of_time_again_and_again(tmp_path: Path, here: dict[str, torch.Tensor]) -> None:
+def test_a_run_that_is_out_of_time_repeatedly_ends_with_the_same_bits(
+    tmp_path: Path, here: dict[str, torch.Tensor]
+) -> None:
     """However little time there is, each call takes the training a step further."""
     places = []
     for _ in range(9):  # over the end of an epoch
@@ -219,7 +221,7 @@ def test_out_of_time_again_and_again(tmp_path: Path, here: dict[str, torch.Tenso
     assert_equal(artefact(tmp_path), here)
 
 
-def test_every_command_that_may_take_long_can_be_limited(harp: Harp, tmp_path: Path) -> None:
+def test_every_long_command_has_a_time_limit(harp: Harp, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RECIPE, "stages": STAGES}))
     prune = ["prune", "tinynet", "--data", "digits", "--keep", "5%", "--epsilon", "0.1", "--pretrain", "1"]
     compare = ["compare", "r.yaml", "--methods", "magnitude", "--keep", "10%"]
@@ -253,7 +255,7 @@ def test_the_time_counts_from_the_start_of_the_command(monkeypatch: pytest.Monke
         tick = 2 / os.sysconf("SC_CLK_TCK")  # the system counts in these
         assert 1000 - (latest + 5 - earliest) - tick <= clock.began() <= 1000 - 5 + tick
         assert before < clock.began()
-        monkeypatch.setenv(SUPERVISOR, "0")  # a system that doesn't tell
+        monkeypatch.setenv(SUPERVISOR, "0")  # a system without this information
         assert clock.began() == 1000
         first.kill()
 
@@ -269,7 +271,7 @@ def interrupted(folder: Path) -> Path:
     return path
 
 
-def test_a_damaged_state_costs_no_more_than_itself(
+def test_a_damaged_state_falls_back_to_the_state_before(
     tmp_path: Path, here: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     interrupted(tmp_path)
@@ -283,7 +285,7 @@ def test_a_damaged_state_costs_no_more_than_itself(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"of": "0123-prune"}, r"is a state of 0123-prune, not of \w+-pretrain: delete it to start anew"),
         ({"format": 99, "harp": "9.9"}, r"was written by harp 9\.9, whose states .* can't read"),
@@ -294,16 +296,16 @@ def test_a_damaged_state_costs_no_more_than_itself(
         ({"optimizer": None}, r"the saved state is of another model, pruner or optimiser"),
     ],
 )
-def test_states_of_others_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_states_of_other_trainings_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = interrupted(tmp_path)
     save_state(path, {**load_state(path), **change})
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         go_on(tmp_path)
     assert path.read_bytes() == before
 
 
-def test_divergence_says_how_to_go_on(harp: Harp, tmp_path: Path) -> None:
+def test_the_error_of_a_divergence_says_how_to_continue(harp: Harp, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({**RECIPE, "stages": STAGES[:1]}))
     changes = ["--set", "stages.pretrain.optimizer.lr=1e30"]
     code, _, err = harp("run", "r.yaml", "--minutes", "0", *changes)
@@ -314,10 +316,10 @@ def test_divergence_says_how_to_go_on(harp: Harp, tmp_path: Path) -> None:
     assert "Train this stage anew with --set stages.pretrain.optimizer.lr=3e+29" in line
 
 
-def test_a_full_disk_is_no_end_of_a_training(
+def test_a_full_disk_does_not_end_a_training(
     tmp_path: Path, here: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither states nor metrics can be written until the pruning is done; what is lost is nothing but states."""
+    """Neither states nor metrics can be written until the pruning is done; only states are lost."""
     from harp.system import files, states
 
     full = [True]
@@ -365,10 +367,10 @@ def test_a_full_disk_is_no_end_of_a_training(
     assert caplog.text.count("it is written with the next epoch") == 3
 
 
-# ---------------------------------------------------------------- what is logged
+# ---------------------------------------------------------------- metrics
 
 
-def test_metrics_have_each_epoch_once_and_no_half_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_have_every_epoch_once_and_no_damaged_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = metrics.MetricsFile(tmp_path)
     for epoch in (1, 2, 3):
         log.write({"epoch": epoch, "loss": float(epoch)})
@@ -392,7 +394,7 @@ def test_metrics_have_each_epoch_once_and_no_half_lines(tmp_path: Path, caplog: 
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
 
 
-def test_metrics_of_a_full_disk_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_a_full_disk_refused_are_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = metrics.MetricsFile(tmp_path)
     write = metrics.files.write_text
 
@@ -415,13 +417,21 @@ def test_metrics_of_a_full_disk_are_written_later(tmp_path: Path, monkeypatch: p
     log.close()
 
 
+def test_without_tensorboard_metrics_are_written_to_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = metrics.MetricsFile(tmp_path)
+    log.write({"epoch": 1, "loss": 1.0})
+    log.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
 # ---------------------------------------------------------------- the documented job script
 
 
 @pytest.mark.parametrize(
     ("number", "ending", "code"), [(signal.SIGUSR1, 75, 75), (signal.SIGTERM, 75, 75), (None, 2, 2)]
 )
-def test_the_documented_job_queues_again_what_is_unfinished(
+def test_the_documented_job_requeues_an_unfinished_run(
     tmp_path: Path, number: signal.Signals | None, ending: int, code: int
 ) -> None:
     page = (ROOT / "docs" / "long-runs.md").read_text()

@@ -136,18 +136,6 @@ def draw(split: Split, size: int, seed: int) -> Split:
     return split if size == len(split) else holdout(split, size, seed)[1]
 
 
-def check_batch(x: Tensor, y: Tensor, num_classes: int) -> None:
-    """Raise `DataError` unless x is float in [0, 1] and y has a class for each image."""
-    if not x.is_floating_point():
-        raise DataError(f"images are {x.dtype}, expected float in [0, 1] (divide uint8 by 255)")
-    if y.ndim != 1 or len(y) != len(x) or not x.numel():
-        raise DataError(f"{tuple(x.shape)} images with {tuple(y.shape)} labels, expected one label an image")
-    check_range(float(x.min()), float(x.max()), "")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise DataError(f"labels are {y.dtype}, expected integers 0 to {num_classes - 1}")
-    _check_labels(y, num_classes, "")
-
-
 def check_range(low: float, high: float, where: str) -> None:
     """Raise `DataError` unless the lowest and the highest pixel are in [0, 1].
 

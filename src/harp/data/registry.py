@@ -9,7 +9,7 @@
 import difflib
 from pathlib import Path
 
-from harp.data.dataset import DataSet, Split, check_batch, draw, holdout
+from harp.data.dataset import DataSet, Split, draw, holdout
 from harp.data.datasets.base import Encoded, Facts, InMemory, Preset
 from harp.data.datasets.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
 from harp.data.datasets.image_folder import Folder, TinyImageNet
@@ -21,7 +21,7 @@ from harp.data.datasets.svhn import Svhn
 from harp.errors import DataError
 from harp.system.progress import Quiet
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Split", "check_batch", "draw", "facts", "holdout", "load"]
+__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Split", "draw", "facts", "holdout", "load"]
 
 DEFAULT_FOLDER = Path("data")
 """The default folder for the files of data sets."""

@@ -44,7 +44,6 @@ from harp.pruning import masks, methods, schedules
 from harp.pruning.channels import Channels, Cut, Latency
 from harp.pruning.channels.compact import Compacted, compacted, spread_back
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Objective
 from harp.pruning.units import Units, Weights
 from harp.system import files
 from harp.system.distributed import affinity, environment, peers
@@ -54,6 +53,7 @@ from harp.system.progress import Quiet
 from harp.system.seeds import derive
 from harp.system.states import States
 from harp.training import loop, objectives
+from harp.training.base import Objective
 from harp.training.checkpointing import Keeper
 from harp.training.metrics import MetricsFile
 

@@ -44,6 +44,7 @@ class Keeper:
         fabric: Any = None,
     ) -> None:
         self.states, self.stop, self.seconds, self.fabric = States(path, keep, of), stop, minutes * 60, fabric
+        self._several = fabric is not None and fabric.world_size > 1  # several ranks
         self.good = "none"  # the newest state on disk, for messages
         self._last_save = self._last_step = time.monotonic()
         self._step_seconds = self._save_seconds = 0.0  # the longest recent step and save
@@ -62,7 +63,7 @@ class Keeper:
 
     def _newest(self) -> tuple[Path, dict[str, Any]] | None:
         """The newest readable state and its path. An error on any rank is raised on all."""
-        if not self._several():
+        if not self._several:
             return self.states.load()
         loaded, error = None, ""
         if self.fabric.is_global_zero:
@@ -96,7 +97,7 @@ class Keeper:
         late = now - self._last_save > self.seconds
         if last and (self._validation_seconds is None or self._validation_seconds > _SAVE):
             late = late or now - self._last_save > max(_SAVE, 20 * self._save_seconds)
-        if not self._several():
+        if not self._several:
             return self.stop.signal is not None or late
         self._wait -= 1
         if self._wait > 0 and not last:
@@ -113,12 +114,12 @@ class Keeper:
         self._reserve()
         if state["step"] == 0:
             self._validation_seconds = started - self._last_step
-        if not self._several() or self.fabric.is_global_zero:
+        if not self._several or self.fabric.is_global_zero:
             failure = self._write(state)
         self._last_save = self._last_step = time.monotonic()
         self._save_seconds = max(self._last_save - started, 0.9 * self._save_seconds)
         signal = self.stop.signal or 0
-        if self._several():
+        if self._several:
             of_any, failed, self._save_seconds = self._most(signal, bool(failure), self._save_seconds)
             signal = int(of_any)
             failure = failure or ("process 0 could not write it" if failed else "")
@@ -150,7 +151,7 @@ class Keeper:
 
     def _reserve(self, more: float = 0.0) -> None:
         """Reserve the time of the next step and a save before a time limit, and `more` seconds."""
-        self.stop.reserve = 2 * (self._step_seconds + self._save_seconds) + more + (_AGREE if self._several() else 0.0)
+        self.stop.reserve = 2 * (self._step_seconds + self._save_seconds) + more + (_AGREE if self._several else 0.0)
 
     def _most(self, *values: float) -> Sequence[float]:
         """The largest of each value over the ranks."""
@@ -158,10 +159,6 @@ class Keeper:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
         largest: list[float] = tensor.tolist()
         return largest
-
-    def _several(self) -> bool:
-        """Whether there are several ranks."""
-        return self.fabric is not None and self.fabric.world_size > 1
 
 
 def _position(state: dict[str, Any]) -> str:

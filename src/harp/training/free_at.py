@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Pgd, check_number
 from harp.models.modes import Logits
-from harp.pruning.methods.base import Objective
 from harp.pruning.papers import Paper
+from harp.training.base import AttackingObjective, Objective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +85,7 @@ class _Part(NamedTuple):
     inside: Tensor  # elsewhere the perturbation gets no gradient
 
 
-class Free(Objective):
+class Free(AttackingObjective):
     """The objective of one training: a call gives the loss, then `after_backward` moves the perturbation.
 
     A batch may come in parts, with one call for each part before `after_backward`.
@@ -105,14 +104,6 @@ class Free(Objective):
         inside = (moved >= 0) & (moved <= 1)
         self._pending.append(_Part(rows, moved.clamp_(0, 1).requires_grad_(True), inside))
         return moved
-
-    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """The cross entropy at the perturbed images."""
-        return F.cross_entropy(forward(x_adv), y)
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch or of a part of it."""
-        return self.loss(forward or model, x, self.attack(model, x, y), y)
 
     @torch.no_grad()
     def after_backward(self) -> None:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from harp.data.dataset import check_batch
-from harp.engine.sparse_training import SparseForward
-from harp.errors import CheckpointError, ModelError, RecipeError
-from harp.models.modes import evaluating
-from harp.pruning.methods.base import Loss, Objective, PlainObjective, Plan, Pruner, as_objective
+from harp.attacks import images_in_box
+from harp.errors import CheckpointError, DataError, ModelError, RecipeError
+from harp.models.modes import Logits, evaluating
+from harp.pruning.methods import Loss, Plan, Pruner
 from harp.pruning.schedules import cosine
 from harp.system.distributed import collectives
 from harp.system.distributed.fabric import launch
@@ -24,6 +23,7 @@ from harp.system.distributed.sync_batchnorm import Synchronised, share_buffers, 
 from harp.system.files import reason
 from harp.system.seeds import derive
 from harp.training import divergence
+from harp.training.base import Objective, PlainObjective, as_objective
 from harp.training.dataloaders import EpochBatches, by_epoch
 from harp.training.divergence import Guard
 
@@ -105,7 +105,7 @@ def fit(
             forward=None) -> loss` that calls `forward` instead of the model if it is not None.
         pruner: decides the weights: a method such as `harp.Harp(units, keep=0.01)`, `harp.Dense` or `harp.Fixed`.
         epochs: the number of passes over all batches.
-        lr, momentum, weight_decay: of the default optimiser; some methods use them for their own schedules too.
+        lr, momentum, weight_decay: of the default optimiser; a method gets them in its `harp.Plan`.
         optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
         schedule: the factor of the learning rate as a function of progress from 0 to 1.
         accumulate: the number of parts that each batch is split into, to save memory.
@@ -165,7 +165,7 @@ class _Training:
         self.forward, self.optimizer = fabric.setup(model, optimizer)  # data parallelism and precision, only here
         self.sync_norms = sync_norms and fabric.world_size > 1
         dense_forward = Synchronised(self.forward) if self.sync_norms else self.forward
-        self.sparse_forward = SparseForward(model, dense_forward, pruner.lasting())
+        self.loss_forward = _on_sparse_engine(model, dense_forward, pruner.lasting(), fabric.device)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         names = {id(tensor): name for name, tensor in (*pruner.named_parameters(), *model.named_parameters())}
         trained = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -178,7 +178,7 @@ class _Training:
         self.loss_sum = 0.0
         self.seconds_before, self.started = 0.0, time.monotonic()  # the former: before an interruption
         self.history: list[Record] = []
-        self.best: dict[str, Any] | None = None
+        self.best: dict[str, Any] | None = None  # the chosen epoch: its number, metric and states
 
     def run(
         self,
@@ -212,15 +212,11 @@ class _Training:
         if state is not None:
             try:
                 self.load(state)
-            except KeyError as error:
-                raise CheckpointError(
-                    f"the saved state has no {error}, another version wrote it: delete it to start the stage anew"
-                ) from error
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # raised by torch
-                raise CheckpointError(
-                    f"the saved state is of another model, pruner or optimiser ({reason(error)}): delete it to start "
-                    "the stage anew"
-                ) from error
+            except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:  # torch raises all of them
+                problem = f"is of another model, pruner or optimiser ({reason(error)})"
+                if isinstance(error, KeyError):
+                    problem = f"has no {error}, another version wrote it"
+                raise CheckpointError(f"the saved state {problem}: delete it to start the stage anew") from error
         if self.fabric.world_size > 1:
             for tensor in [*self.pruner.parameters(), *self.pruner.buffers()]:
                 torch.distributed.broadcast(tensor.data, 0)
@@ -263,9 +259,15 @@ class _Training:
 
     @torch.no_grad()
     def check(self, x: Tensor, y: Tensor) -> None:
-        """Refuse images outside [0, 1] and labels without a logit."""
+        """Refuse an empty batch, images outside [0, 1] and labels without a logit."""
+        images_in_box(x, y)
+        if not len(x) or y.dtype == torch.bool:
+            raise DataError(f"{len(x)} images with labels of {y.dtype}, expected at least one image and integer labels")
         with evaluating(self.model):
-            check_batch(x, y, self.model(x[:1]).shape[-1])
+            classes = self.model(x[:1]).shape[-1]
+        wrong = y[(y < 0) | (y >= classes)]
+        if len(wrong):
+            raise DataError(f"label {int(wrong[0])}, expected 0 to {classes - 1}: the model has {classes} outputs")
 
     def backward(self, x: Tensor, y: Tensor) -> float:
         """Compute the gradients of the batch's mean loss, in parts; ranks exchange them with the last part only."""
@@ -274,7 +276,7 @@ class _Training:
         for number, (part, labels) in enumerate(parts, 1):
             with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
                 with self.fabric.autocast(), synchronising(self.sync_norms):
-                    loss = self.loss(self.model, part, labels, forward=self.sparse_forward) * (len(part) / len(x))
+                    loss = self.loss(self.model, part, labels, forward=self.loss_forward) * (len(part) / len(x))
                 if loss.requires_grad:  # not if a method only measures and trains nothing
                     self.fabric.backward(loss)
             total += float(loss.detach())
@@ -390,6 +392,17 @@ def budget_warning(history: Sequence[Record], stage: str | None = None) -> str:
         "rates, not at the learned ones); train for more epochs, keep more, or let the budget weigh more (HARP: a "
         "larger gamma_step, or without `published`)."
     )
+
+
+def _on_sparse_engine(
+    model: nn.Module, forward: Logits, masks: Mapping[str, Tensor] | None, device: torch.device
+) -> Logits:
+    """The forward pass with sparse layers on the sparse engine, which is for CPUs and is loaded only on these."""
+    if device.type != "cpu":
+        return forward
+    from harp.engine.sparse_training import SparseForward
+
+    return SparseForward(model, forward, masks)
 
 
 def _cuda_devices(fabric: "Fabric") -> list[int]:

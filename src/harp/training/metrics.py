@@ -25,12 +25,10 @@ class MetricsFile:
         self.behind = False  # whether the last write failed
         self.board: Any = None
         self.make: Any = None  # the class of the board, if TensorBoard is installed
-        try:
+        with suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
 
             self.make = SummaryWriter
-        except ImportError:
-            pass
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add an epoch."""

@@ -2,16 +2,11 @@
 
 An adversarial objective attacks `model` in eval mode, restores its modes, and computes the loss in them. The loss pass
 calls `forward` instead of the model, such as a wrapper that averages gradients over several processes. The attack
-always runs on the bare model, as it needs no gradient of a weight.
-
-All derive from `Objective` (pruning/methods/base.py), which defines the other hooks. The two halves can be called
-separately, `attack(model, x, y)` and `loss(forward, x, x_adv, y)`: methods that need several losses at the same images
-attack once. An objective with a state gets a new object for each training from `begin()`, see `free_at.py`. `title`,
-`paper` and `taxonomy` (its name in the Adversarial Pruning Benchmark) describe an objective.
+always runs on the bare model, as it needs no gradient of a weight. `base.py` has the interface; an objective with a
+state gets a new object for each training from `begin()`, see `free_at.py`.
 """
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,9 +18,9 @@ from torch import Tensor, nn
 from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
 from harp.attacks.fast_forward import frozen
 from harp.models.modes import Logits
-from harp.pruning.methods.base import Objective
 from harp.pruning.papers import Paper
 from harp.system.distributed.shared_noise import normal
+from harp.training.base import AttackingObjective, Objective
 from harp.training.free_at import FreeTraining
 
 # The published code of TRADES and MART starts the attack at normal noise of this size around the image.
@@ -33,7 +28,7 @@ _NOISE = 0.001
 
 
 @dataclass(frozen=True)
-class Natural(Objective):
+class Natural(AttackingObjective):
     """Ordinary training: the cross entropy of the images as they are.
 
     Example:
@@ -48,17 +43,9 @@ class Natural(Objective):
         """The images as they are."""
         return x
 
-    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """The cross entropy."""
-        return F.cross_entropy(forward(x_adv), y)
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        return self.loss(forward or model, x, x, y)
-
 
 @dataclass(frozen=True, kw_only=True)
-class AdversarialObjective(Objective):
+class AdversarialObjective(AttackingObjective):
     """The base of objectives that attack each batch, with the options of the attack."""
 
     epsilon: float = 8 / 255
@@ -71,21 +58,12 @@ class AdversarialObjective(Objective):
     def __post_init__(self) -> None:
         Pgd(self.epsilon, self.step, self.steps, norm=self.norm)
 
-    @abstractmethod
-    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The images that the loss is computed on."""
-
-    @abstractmethod
-    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """The loss at clean images and their attacked versions."""
-
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """Attack a batch and compute its loss."""
-        forward = forward or model
         if self.clean_statistics:
             with torch.no_grad():
-                forward(x)
-        return self.loss(forward, x, self.attack(model, x, y), y)
+                (forward or model)(x)
+        return super().__call__(model, x, y, forward)
 
     def judge(self) -> Pgd:
         """The attack that held-out images are validated with: the training's, with at least ten steps."""
@@ -138,10 +116,6 @@ class PgdTraining(AdversarialObjective):
         """The last iterate of PGD."""
         return Pgd(self.epsilon, self.step, self.steps, norm=self.norm, fast=self.fast)(model, x, y)
 
-    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """The cross entropy at the attacked images."""
-        return F.cross_entropy(forward(x_adv), y)
-
 
 @dataclass(frozen=True, kw_only=True)
 class FastTraining(PgdTraining):
@@ -153,12 +127,9 @@ class FastTraining(PgdTraining):
     Departure from the authors' code: the gradient is taken in eval mode, as in all objectives here.
 
     Arguments:
-        epsilon: the radius of the ball around an image.
         step: the length of the step; None: 1.25 times epsilon.
         steps: of the attack, one as published.
-        norm: of the ball, "linf" or "l2".
-        clean_statistics: make one more forward pass of the clean images in train mode, as the published code does.
-        fast: run the attacked network folded, and sparse where that pays.
+        epsilon, norm, clean_statistics, fast: as for `PgdTraining`.
 
     Example:
         harp.fit(model, batches, harp.FastTraining(epsilon=8 / 255), harp.Dense(units), epochs=1)
@@ -197,15 +168,9 @@ class Trades(AdversarialObjective):
     them on the clean images; without dropout they give the same values, so one pass serves both terms here. Batch norms
     then see as many clean as adversarial images, instead of twice as many. In the attack, p(x) is constant and computed
     once. With the l2 norm this is plain PGD; the published code has an optimiser of its own there.
-    `clean_statistics`: as in `PgdTraining`.
 
     Arguments:
-        epsilon: the radius of the ball around an image.
-        step: the length of a step; None: a quarter of epsilon.
-        steps: of the attack.
-        norm: of the ball, "linf" or "l2".
-        clean_statistics: make one more forward pass of the clean images in train mode, as the published code does.
-        fast: run the attacked network folded, and sparse where that pays.
+        epsilon, step, steps, norm, clean_statistics, fast: as for `PgdTraining`.
         beta: the weight of the divergence.
 
     Example:
@@ -251,15 +216,9 @@ class Mart(AdversarialObjective):
         CE(f(x'), y) − log(1.0001 − max_{j≠y} p_j(x') + 10⁻¹²) + β · KL(p(x) ‖ p(x')) · (1 − p_y(x) + 10⁻⁷)
 
     averaged over the batch; x' ascends the cross entropy from x + 0.001 · N(0, 1).
-    `clean_statistics`: as in `PgdTraining`.
 
     Arguments:
-        epsilon: the radius of the ball around an image.
-        step: the length of a step; None: a quarter of epsilon.
-        steps: of the attack.
-        norm: of the ball, "linf" or "l2".
-        clean_statistics: make one more forward pass of the clean images in train mode, as the published code does.
-        fast: run the attacked network folded, and sparse where that pays.
+        epsilon, step, steps, norm, clean_statistics, fast: as for `PgdTraining`.
         beta: the weight of the divergence.
 
     Example:

@@ -1,4 +1,4 @@
-"""The methods: one paper a file, one line a method in this table; other packages may add to it, see `table.py`."""
+"""The methods: one file a paper, one line a method in this table; other packages can add to it, see `table.py`."""
 
 from harp.pruning.methods.admm import Admm
 from harp.pruning.methods.anp import AnpVs
@@ -8,7 +8,7 @@ from harp.pruning.methods.base import (
     Fixed,
     Latent,
     Layout,
-    Objective,
+    Loss,
     ParameterGroup,
     Phase,
     Plan,
@@ -72,10 +72,9 @@ __all__ = [
     "Lamp",
     "Latent",
     "Layout",
+    "Loss",
     "Mad",
     "Magnitude",
-    "Methods",
-    "Objective",
     "ParameterGroup",
     "Phase",
     "Plan",
@@ -83,6 +82,5 @@ __all__ = [
     "Random",
     "Tandem",
     "TwinRep",
-    "base",
     "largest",
 ]

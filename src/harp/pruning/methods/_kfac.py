@@ -1,4 +1,4 @@
-"""Block K-FAC: every weight's own empirical Fisher matrix, times a direction, and no matrix is ever formed.
+"""Block K-FAC: the empirical Fisher matrix of each weight, times a direction, without forming a matrix.
 
 Martens, Grosse: "Optimizing Neural Networks with Kronecker-factored Approximate Curvature", ICML 2015; for convolutions
 Grosse, Martens: "A Kronecker-factored approximate Fisher matrix for convolution layers", ICML 2016.
@@ -9,17 +9,16 @@ with respect to y. The Fisher matrix of W is then close to a Kronecker product, 
     F = A ⊗ G      A = E[Σ aaᵀ] / S²,  G = S · E[Σ ggᵀ]      sums over positions, means over samples
     (F D)_ij = G_ii (D A)_ij
 
-D A = E[Σ (D a) aᵀ] / S² is what the layer gives for the weight D, sent back to the weight: one call of the layer and
-one backward pass through it. So stride, padding, dilation, groups and transposition are the layer's own affair, and A,
-which has 21 million entries for a 3 × 3 convolution of 512 channels, needs no memory. A bias is not moved, so the
-column of ones that stands for it in A plays no part.
+D A = E[Σ (D a) aᵀ] / S² is the layer's output for the weight D, sent back to the weight: one call of the layer and one
+backward pass through it. So the layer itself handles stride, padding, dilation, groups and transposition, and A,
+which has 21 million entries for a 3 × 3 convolution of 512 channels, needs no memory. Biases do not change, so A has no
+column of ones for them.
 
-A weight that is no layer's own has no such factors: one that is packed (attention's projections), used twice, or in a
-layer of another kind. Its F is the diagonal of the empirical Fisher matrix, (F D)_ij = E[(∂L/∂W_ij)²] D_ij, exact and
-sample by sample.
+A weight that is packed (attention's projections), used twice, or in a layer of another kind has no such factors. Its F
+is the diagonal of the empirical Fisher matrix, (F D)_ij = E[(∂L/∂W_ij)²] D_ij, exact and sample by sample.
 
-The factors are wanted per batch, at weights that the batch decides, and times one direction only, which is why this is
-no use of `curvlinops`: its operators are of one network over a data set, and hold all factors of all layers at once.
+The factors are needed per batch, at weights that depend on the batch, and times one direction only. The operators of
+`curvlinops` are of one network over a data set, and hold the factors of all layers at once, so it is not used here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from torch.func import functional_call
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> the sum of the samples' losses
 
-# Linear in the weight, as they stand: a subclass may do something else with it.
+# Layers that are linear in their weight; a subclass may not be.
 _LAYERS = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d}
 
 _Call = tuple[nn.Module, tuple[Any, ...], GradientEdge]
@@ -47,10 +46,10 @@ def fisher_products(
     y: Tensor,
     loss: Loss,
 ) -> Iterator[tuple[str, Tensor]]:
-    """F D for the direction D of each weight, where `model` has these weights; samples must not see each other.
+    """F D for the direction D of each weight, where `model` has these weights.
 
-    The model is not changed: no weight, no gradient, no hook is left. Its modes are the caller's: a batch norm in
-    train mode would let samples see each other.
+    The model is not changed. It must be in a mode in which samples do not depend on each other, as they do in a batch
+    norm in train mode.
     """
     at = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     calls: dict[str, list[_Call]] = {name: [] for name in at}
@@ -63,7 +62,7 @@ def fisher_products(
     finally:
         for handle in handles:
             handle.remove()
-    own = {name: found[0] for name, found in calls.items() if len(found) == 1 and len(found[0][1]) == 1}
+    own = {name: uses[0] for name, uses in calls.items() if len(uses) == 1 and len(uses[0][1]) == 1}
     edges = [edge for _, _, edge in own.values()]
     gradients: Sequence[Tensor | None] = torch.autograd.grad(value, edges, allow_unused=True) if own else ()
     for (name, (module, inputs, _)), gradient in zip(own.items(), gradients, strict=True):
@@ -90,7 +89,7 @@ def layer_product(module: nn.Module, x: Tensor, gradient: Tensor, direction: Ten
 
 
 def _owners(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that these weights belong to; one that is tied has several."""
+    """The layers that use these weights, several for one that is tied."""
     names = {id(model.get_parameter(name)): name for name in weights}
     for module in model.modules():
         name = names.get(id(module._parameters.get("weight")))
@@ -99,7 +98,7 @@ def _owners(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[tuple[s
 
 
 def _record(calls: list[_Call], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note a call of a layer. The edge is the output as it is now, whatever is later written into its memory."""
+    """Note a call of a layer. The edge stays that of this output, also if it is later changed in place."""
     if output.requires_grad:
         calls.append((module, (*args, *kwargs.values()), get_gradient_edge(output)))
 

@@ -10,14 +10,14 @@ copy Z and a scaled dual variable U, at first Z = Proj(W) and U = 0:
                         the k_l of largest l2 norm
     at the end          the masks are Proj(W)'s; fine-tuning keeps them
 
-Within a period the authors let the learning rate fall to a tenth twice and start afresh with the next: that is the
-schedule `sawtooth`, whose default of ten periods is in step with the default of `period` where ten divides the epochs.
+Within a period the authors let the learning rate fall to a tenth twice, and the next period starts again from the full
+rate: that is the schedule `sawtooth`, whose ten periods are those of the default `period` where ten divides the epochs.
 U is not rescaled when ρ grows, as in the authors' code (textbook ADMM would divide it by the growth).
 
 Departures from the authors' code:
 - counts are exact integers that meet the budget: theirs are cut at a percentile, with < for the weights and > for the
   masks, so that where (n - 1) · sparsity is whole one weight survives outside its mask and is never trained again;
-- Z and U are part of the saved state: theirs are made in epoch 0 only, and a resumed training has none;
+- Z and U are part of the saved state: theirs are created in epoch 0 only, and a resumed training has none;
 - every prunable layer takes part, linear layers too, as in HARP's comparison (theirs: convolutions);
 - the attack runs in eval mode, as everywhere here: theirs moves the batch norms' statistics in every attack step;
 - the epoch is chosen by validation, if there is any, with the weights cut (theirs: by the test loss);
@@ -25,15 +25,14 @@ Departures from the authors' code:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from harp.errors import RecipeError
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Layout, Phase, Plan, Pruner, largest
+from harp.pruning.methods.base import Layout, Phase, Plan, Pruner, check_option, largest
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -52,8 +51,7 @@ class Admm(Pruner):
         period: epochs between updates of the sparse copy; None: a tenth of the training (the authors' 20 if unknown).
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Admm(units, keep=0.1)
+        pruner = harp.Admm(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -66,9 +64,9 @@ class Admm(Pruner):
         "https://arxiv.org/abs/1903.12561",
     )
     taxonomy = Taxonomy(Criterion.SOLVER)
-    # HARP's comparison: 100/100/100 epochs, its fork's settings: 0.01 and decay 1e-4 in both later stages, a tenth of
-    # that after 80 epochs of retraining. The fork warms up for 15 epochs and updates every 30; here the updates are the
-    # authors' ten (every 20 of 200 epochs), with which `sawtooth` is in step.
+    # HARP's comparison: 100/100/100 epochs, and in both later stages the settings of its fork: rate 0.01, a tenth of it
+    # after 80 epochs of fine-tuning, decay 1e-4. The fork warms up for 15 epochs and updates every 30; here the updates
+    # are the authors' ten (every 20 of 200 epochs), at which `sawtooth` restarts.
     layout = Layout(
         prune=Phase(100, lr=0.01, weight_decay=1e-4, schedule="sawtooth"),
         finetune=Phase(100, lr=0.01, weight_decay=1e-4, schedule={"name": "steps", "at": [0.8]}),
@@ -84,32 +82,33 @@ class Admm(Pruner):
         rho_growth: float = 1.3,
         period: int | None = None,
     ) -> None:
-        if not 0 < rho < math.inf:
-            raise RecipeError(f"rho {rho:.6g}: give a positive number, like 0.001")
-        if not 1 <= rho_growth < math.inf:
-            raise RecipeError(f"rho_growth {rho_growth:.6g}: give a factor of at least 1 (= rho stays)")
-        if period is not None and period < 1:
-            raise RecipeError(f"period {period}: give at least 1 epoch, or none for a tenth of the training")
+        check_option(0 < rho < math.inf, "rho", rho, "give a positive number, like 0.001")
+        check_option(1 <= rho_growth < math.inf, "rho_growth", rho_growth, "give a factor of at least 1 (= rho stays)")
+        valid = period is None or period >= 1
+        check_option(valid, "period", period, "give at least 1 epoch, or none for a tenth of the training")
         super().__init__(units, units.total(keep))
         self.counts = allocate(strategy, units, self.total)
         self.rho, self.rho_growth, self.period = rho, rho_growth, period
         self.epoch = 0
         weights = [weight.detach() for weight in units.weights]
-        for i, (weight, sparse) in enumerate(zip(weights, project(units, weights, self.counts), strict=True)):
-            self.register_buffer(f"z{i}", sparse)
-            self.register_buffer(f"u{i}", torch.zeros_like(weight))
+        self.add_buffers("z", project(units, weights, self.counts))
+        self.add_buffers("u", [torch.zeros_like(weight) for weight in weights])
+
+    def layers(self) -> Iterator[tuple[nn.Parameter, Tensor, Tensor]]:
+        """W, Z and U of each layer."""
+        return zip(self.units.weights, self.layer_buffers("z"), self.layer_buffers("u"), strict=True)
 
     def start(self, plan: Plan | None = None) -> None:
-        """Pace the updates by the training ahead, unless they are paced already: by an option, or before a resume."""
+        """Derive the period from the training's length, unless an option or a saved state gives it."""
         if self.period is None and plan is not None:
             self.period = max(1, plan.epochs // 10)
 
     @torch.no_grad()
     def after_backward(self) -> None:
         """Add the gradient of the pull, ρ (W - Z + U); an unused weight has no other."""
-        for i, weight in enumerate(self.units.weights):
+        for weight, z, u in self.layers():
             if weight.requires_grad:
-                pull = (weight - self.get_buffer(f"z{i}") + self.get_buffer(f"u{i}")).mul_(self.rho)
+                pull = (weight - z + u).mul_(self.rho)
                 weight.grad = pull if weight.grad is None else weight.grad.add_(pull)
 
     @torch.no_grad()
@@ -119,11 +118,10 @@ class Admm(Pruner):
         if self.epoch % (self.period or AUTHORS_PERIOD):
             return
         self.rho *= self.rho_growth
-        shifted = [weight + self.get_buffer(f"u{i}") for i, weight in enumerate(self.units.weights)]
-        sparse = project(self.units, shifted, self.counts)
-        for i, weight in enumerate(self.units.weights):
-            self.get_buffer(f"z{i}").copy_(sparse[i])
-            self.get_buffer(f"u{i}").add_(weight - sparse[i])
+        sparse = project(self.units, [weight + u for weight, _, u in self.layers()], self.counts)
+        for (weight, z, u), projected in zip(self.layers(), sparse, strict=True):
+            z.copy_(projected)
+            u.add_(weight - projected)
 
     def masks(self) -> Masks:
         """The largest units of each layer."""
@@ -131,14 +129,13 @@ class Admm(Pruner):
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """How far the weights are from the sparse copy, relative to their norm, and ρ."""
-        weights = self.units.weights
-        distance = math.hypot(*(float((w - self.get_buffer(f"z{i}")).norm()) for i, w in enumerate(weights)))
-        norm = math.hypot(*(float(weight.norm()) for weight in weights))
+        """The distance of the weights from the sparse copy, relative to their norm, and ρ."""
+        distance = math.hypot(*(float((weight - z).norm()) for weight, z, _ in self.layers()))
+        norm = math.hypot(*(float(weight.norm()) for weight in self.units.weights))
         return {"residual": distance / norm if norm else 0.0, "rho": self.rho}
 
 
 def project(units: Units, values: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
-    """The nearest tensors in which no more than so many units of each layer are not zero."""
+    """The nearest tensors with at most so many nonzero units in each layer."""
     masks = largest(units, units.strength(values, 2), counts)
     return [torch.where(mask, value, 0.0) for mask, value in zip(masks.values(), values, strict=True)]

@@ -1,4 +1,4 @@
-"""ANP-VS: learn by which channels a robust network can do without, and hold its features still under attack.
+"""ANP-VS: learn which channels a robust network does not need, and keep its features stable under attack.
 
 Madaan, Shin, Hwang: "Adversarial Neural Pruning with Latent Vulnerability Suppression", ICML 2020, on Beta-Bernoulli
 dropout (see `beta_bernoulli.py` for the masks z, their mean E[π] and the divergence KL). The masks are on the output
@@ -9,65 +9,52 @@ channels of convolutions, before their batch norms, and on the inputs of linear 
     a unit is pruned   if E[π] is at most 0.001
 
 Departures from the authors' code:
-- x̃ comes from the training's own attack on images in [0, 1]; theirs is crippled, see `_standardised.py`. The option
-  `standardised` does as they do, to show it. The network then expects standardised images: accuracies that a run
-  measures on plain ones mean nothing.
-- The clean and the attacked pass share their z. They draw anew, so that VS is mostly the noise of the masks.
+- x̃ comes from the training's own attack on images in [0, 1]. Theirs standardises every image and then clips the
+  attacked one to [0, 1]. Most of a standardised image is outside, so the attack can't move those pixels, and ε is in
+  another unit. The option `standardised` does the same, to show what that hides (see docs/methods.md). The network then
+  expects standardised images: accuracies that a run measures on plain ones mean nothing.
+- The clean and the attacked pass share their z. Theirs draw new ones, so that VS is mostly the noise of the masks.
 - h are the outputs of the activation modules (of the gated convolutions in a model without any), and of the hidden
   linear layers before their activation, as theirs; the term of their first layer has no gradient, here it has.
-- They make two passes for the losses and two more for VS; here the same two serve both.
+- They make two passes for the losses and two more for VS; here the same two are used for both.
 - Their masks and weights have an Adam each. Here the weights have the optimiser of the training. The masks keep Adam's
-  direction (with the rate `mask_lr`): by plain SGD of the same rate no unit would ever reach the threshold.
+  direction (with the rate `mask_lr`): with plain SGD of the same rate no unit would ever reach the threshold.
 - L2 is the optimiser's weight decay. They train 200 epochs from a natural network and stop; here pruning is one stage,
   followed by fine-tuning as for every method. For that E[π] is multiplied into the weights at the end.
-- Sparsity is no target there. With `keep` it is: units are taken in the order of E[π] until the budget is full.
-- Left without masks are a linear layer that comes first (its input is the image) and weights that no plain convolution
-  or linear layer owns, such as packed attention projections. They stay dense, or under `keep` take an equal share by
-  magnitude.
-- A pruned unit is counted by its weights; their "percent of zero weights" counts units.
+- Sparsity is no target there. With `keep` it is: units are kept in the order of E[π] until the budget is full.
+- A linear layer that comes first (its input is the image) and weights that no plain convolution or linear layer owns,
+  such as packed attention projections, have no masks. They stay dense; under `keep` they take an equal share by size.
+- A pruned unit counts as many weights as it has; their "percent of zero weights" counts units.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from harp.attacks import Attack, check_number
-from harp.errors import ModelError, RecipeError
+from harp.attacks import Attack, Ball, ascend, check_number, step_size
+from harp.attacks.fast_forward import frozen
+from harp.errors import ModelError
 from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
 from harp.pruning.allocation import uniform
 from harp.pruning.masks import Masks
-from harp.pruning.methods._standardised import CrippledPgd, standardise
-from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner
+from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner, check_option
 from harp.pruning.methods.beta_bernoulli import Gate
 from harp.pruning.papers import Criterion, Locality, Paper, Structure, Taxonomy
 from harp.pruning.units import Units
 
-IMAGES = 50_000  # the authors' N, where the training's is not known
+IMAGES = 50_000  # the authors' N, if that of the training is not known
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SiLU, nn.GELU, nn.Hardswish, nn.Softplus, nn.Tanh)
-
-
-@runtime_checkable
-class _PgdSettings(Protocol):
-    """An objective that says what its attack is like."""
-
-    @property
-    def epsilon(self) -> float: ...
-    @property
-    def step(self) -> float | None: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def norm(self) -> str: ...
 
 
 class AnpVs(Pruner):
@@ -80,13 +67,12 @@ class AnpVs(Pruner):
         vulnerability: weight of VS.
         temperature: of the relaxed Bernoulli masks.
         threshold: a unit is off when the mean of its mask is at most this.
-        mask_lr: the masks' learning rate; None: the weights'. A step of Adam moves a and b by about as much, and the
-            threshold is some nine away from the start: in a training of few steps the masks need a higher rate.
+        mask_lr: the masks' learning rate; None: the weights'. A step of Adam moves a and b by about this much, and the
+            threshold is about nine away from the start: in a training of few steps the masks need a higher rate.
         standardised: train as the authors' code does, on standardised images with the crippled attack.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.AnpVs(units, keep=0.1)
+        pruner = harp.AnpVs(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 
@@ -115,12 +101,10 @@ class AnpVs(Pruner):
     ) -> None:
         check_number("beta", beta)
         check_number("vulnerability", vulnerability)
-        if not 0 < temperature < math.inf:
-            raise RecipeError(f"temperature {temperature:.6g}: give a positive number, such as 0.1")
-        if not 0 <= threshold < 1:
-            raise RecipeError(f"threshold {threshold:.6g}: give a number of at least 0 and below 1, such as 0.001")
-        if mask_lr is not None and not 0 < mask_lr < math.inf:
-            raise RecipeError(f"mask_lr {mask_lr:.6g}: give a positive number, or none for the weights' rate")
+        check_option(0 < temperature < math.inf, "temperature", temperature, "give a positive number, such as 0.1")
+        check_option(0 <= threshold < 1, "threshold", threshold, "give a number from 0 to below 1, such as 0.001")
+        valid = mask_lr is None or 0 < mask_lr < math.inf
+        check_option(valid, "mask_lr", mask_lr, "give a positive number, or none for the weights' rate")
         super().__init__(units, 0)
         self._budget = None if keep is None else units.total(keep)
         self.beta, self.vulnerability, self.threshold = beta, vulnerability, threshold
@@ -131,19 +115,19 @@ class AnpVs(Pruner):
             image = i == 0 and weight.ndim == 2
             if plain and not image and name.endswith("weight"):
                 self.gates[str(i)] = Gate(weight.detach(), temperature, threshold)
-            self.register_buffer(f"mask{i}", torch.zeros_like(weight, dtype=torch.bool))
+        self.add_buffers("mask", [torch.zeros_like(weight, dtype=torch.bool) for weight in units.weights])
         if not self.gates:
             raise ModelError(f"{type(units.model).__name__} has no convolution and no hidden linear layer to gate")
         self._handles: list[RemovableHandle] = []
-        self._seen = 0  # images of the step so far
-        self._steps = 0  # an epoch; 0: not known
+        self._seen = 0  # images of the current step
+        self._steps = 0  # steps an epoch; 0: not known
         self.images = 0  # the most images of a step, in all processes
         self.step = 0
-        self.folded = False  # the weights hold the answer, E[π] multiplied in, and the buffers its masks
+        self.folded = False  # whether the weights are the final ones, times E[π], and the buffers their masks
 
     @property
     def total(self) -> int:
-        """The budget, or without one what the masks of the moment keep."""
+        """The budget; without one, the number of weights that the current masks keep."""
         return mask_ops.kept(self.masks()) if self._budget is None else self._budget
 
     @total.setter
@@ -160,13 +144,14 @@ class AnpVs(Pruner):
         return ((int(key), gate) for key, gate in self.gates.items() if isinstance(gate, Gate))
 
     def wrap(self, objective: Loss) -> Loss:
-        """The two losses, at the images that the objective's attack finds."""
-        if self.standardised and isinstance(objective, _PgdSettings):
-            attack = CrippledPgd(objective.epsilon, objective.step, objective.steps, objective.norm)
-            return _Losses(self, attack)
+        """The two losses, at the images of the objective's attack."""
+        settings = ("epsilon", "step", "steps", "norm")
+        if self.standardised and all(hasattr(objective, name) for name in settings):
+            attack = CrippledPgd(*(getattr(objective, name) for name in settings))
+            return partial(self._loss, attack, self.watched())
         if not self.standardised and isinstance(objective, AttackingLoss):
-            return _Losses(self, objective.attack)
-        raise ModelError("AnpVs has losses of its own at attacked images: use harp.fit with an objective that attacks")
+            return partial(self._loss, objective.attack, self.watched())
+        raise ModelError("AnpVs has its own losses at attacked images: use harp.fit with an objective that attacks")
 
     def trainable(self) -> list[ParameterGroup]:
         """The model, and the masks with a rate of their own. Momentum and decay are no part of Adam's step."""
@@ -174,14 +159,14 @@ class AnpVs(Pruner):
         return [*super().trainable(), {"params": list(self.parameters()), **rate, "momentum": 0.0, "weight_decay": 0.0}]
 
     def start(self, plan: Plan | None = None) -> None:
-        """Hang the gates into the model."""
+        """Register the gates as hooks of the model."""
         self._steps = 0 if plan is None else plan.steps
         self.after_step()
         if not self._handles and not self.folded:
-            self._hang()
+            self._register()
 
     def after_backward(self) -> None:
-        """Add the KL divergence's gradient to the masks', and turn it into Adam's direction."""
+        """Add the gradient of the KL divergence to that of the masks, and turn it into Adam's direction."""
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = torch.distributed.get_world_size() if several else 1
         self.images, self._seen = max(self.images, self._seen * ranks), 0
@@ -192,11 +177,11 @@ class AnpVs(Pruner):
                 (gradient,) = torch.autograd.grad(weight * gate.divergence(), gate.raw)
             gradient = gradient if gate.raw.grad is None else gradient + gate.raw.grad
             gate.raw.grad = gradient
-            if not isinstance(self._optimizer, torch.optim.Adam):  # which finds the direction itself
+            if not isinstance(self._optimizer, torch.optim.Adam):  # which computes the direction itself
                 gate.raw.grad = gate.adam(gradient, self.step)
 
     def after_step(self) -> None:
-        """Let eval mode see the new masks."""
+        """Use the new masks in eval mode."""
         for _, gate in self.layers():
             gate.refresh()
 
@@ -204,13 +189,13 @@ class AnpVs(Pruner):
     def masks(self) -> Masks:
         """Whole units in the order of E[π], those of equal E[π] by their norms; the last one of a layer in part."""
         if self.folded:
-            return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.names)}
+            return self.by_name(self.layer_buffers("mask"))
         ranked = {i: self._ranked(i, gate) for i, gate in self.layers()}
         counts = self._thresholded() if self._budget is None else self._within(self._budget, ranked)
-        answer = {}
-        for i, (name, weight, count) in enumerate(zip(self.units.names, self.units.weights, counts, strict=True)):
+        masks = []
+        for i, (weight, count) in enumerate(zip(self.units.weights, counts, strict=True)):
             if i not in ranked:
-                answer[name] = mask_ops.top_k(weight.abs(), count)
+                masks.append(mask_ops.top_k(weight.abs(), count))
                 continue
             rows, order = _rows(weight), [unit for *_, unit in ranked[i]]
             mask = torch.zeros_like(rows, dtype=torch.bool)
@@ -218,63 +203,63 @@ class AnpVs(Pruner):
             mask[order[:whole]] = True
             if rest:
                 mask[order[whole]] = mask_ops.top_k(rows[order[whole]].abs(), rest)
-            answer[name] = mask.view_as(weight) if weight.ndim > 2 else mask.T.contiguous()
-        return answer
+            masks.append(mask.view_as(weight) if weight.ndim > 2 else mask.T.contiguous())
+        return self.by_name(masks)
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Let the model be what `finish` would leave, without gates, for a while."""
+        """Put the final weights into the model, without gates, for a while."""
         if self.folded:
             yield
             return
-        held: list[Tensor] = [*self.units.weights, *itertools.chain(*(self._biases(i) for i, _ in self.layers()))]
-        in_force, hung = [value.detach().clone() for value in held], bool(self._handles)
+        changed: list[Tensor] = [*self.units.weights, *itertools.chain(*(self._biases(i) for i, _ in self.layers()))]
+        before, registered = [value.detach().clone() for value in changed], bool(self._handles)
         self._fold()
         try:
             yield
         finally:
             self.folded = False
             with torch.no_grad():
-                for parameter, value in zip(held, in_force, strict=True):
+                for parameter, value in zip(changed, before, strict=True):
                     parameter.copy_(value)
-            if hung:
-                self._hang()
+            if registered:
+                self._register()
 
     def finish(self) -> Masks:
-        """Take the gates out and multiply E[π] into the weights, unless they are those of `exact`."""
+        """Remove the gates and multiply E[π] into the weights, unless that was done in `exact`."""
         self._fold()
         return super().finish()
 
     def metrics(self) -> dict[str, float]:
         """The share of units whose mask is above the threshold."""
-        on = [gate.average > 0 for _, gate in self.layers()]
-        return {"units": sum(int(each.count_nonzero()) for each in on) / sum(each.numel() for each in on)}
+        on = torch.cat([gate.average > 0 for _, gate in self.layers()])
+        return {"units": int(on.count_nonzero()) / on.numel()}
 
-    def _hang(self) -> None:
-        self._handles += [gate.hang(owner) for i, gate in self.layers() for owner in self.owners(i)]
+    def _register(self) -> None:
+        self._handles += [gate.register(owner) for i, gate in self.layers() for owner in self.owners(i)]
 
     @torch.no_grad()
     def _fold(self) -> None:
-        """Put the answer into the weights: what is kept times E[π], at least the threshold if kept in spite of it."""
+        """Remove the gates; multiply kept weights by E[π], but at least by the threshold, and zero the others."""
         while self._handles:
             self._handles.pop().remove()
         if self.folded:
             return
-        answer = self.masks()
-        for i, name in enumerate(self.units.names):
-            self.get_buffer(f"mask{i}").copy_(answer[name])
+        masks = self.masks()
+        buffers = self.layer_buffers("mask")
+        for buffer, mask in zip(buffers, masks.values(), strict=True):
+            buffer.copy_(mask)
         for i, gate in self.layers():
             weight = self.units.weights[i]
-            live = _rows(answer[self.units.names[i]]).any(1)
-            scale = gate.expected().clamp_min(self.threshold).to(weight) * live
+            scale = gate.expected().clamp_min(self.threshold).to(weight) * _rows(buffers[i]).any(1)
             weight.mul_(scale.view(-1, *[1] * (weight.ndim - 1)) if gate.dimensions else scale)
             for bias in self._biases(i):
                 bias.mul_(scale)
-        self.write(answer)
+        self.write(masks)
         self.folded = True
 
     def _biases(self, layer: int) -> list[Tensor]:
-        """The biases that a layer's masks multiply: a convolution's."""
+        """The biases that a layer's masks multiply: those of convolutions."""
         convolutions = [owner for owner in self.owners(layer) if isinstance(owner, _CONVOLUTIONS)]
         return [owner.bias for owner in convolutions if owner.bias is not None]
 
@@ -284,7 +269,7 @@ class AnpVs(Pruner):
         return sorted(zip((-gate.expected()).tolist(), (-norms).tolist(), range(len(norms)), strict=True))
 
     def _thresholded(self) -> list[int]:
-        """How many weights the units above the threshold have, at least one unit a layer."""
+        """The number of weights of the units above the threshold, at least one unit a layer."""
         counts = list(self.units.upper)
         for i, gate in self.layers():
             size = _rows(self.units.weights[i]).shape[1]
@@ -293,11 +278,11 @@ class AnpVs(Pruner):
         return counts
 
     def _within(self, budget: int, ranked: Mapping[int, list[tuple[float, float, int]]]) -> list[int]:
-        """How many weights of each layer are kept when the best units of all fill the budget.
+        """The number of weights of each layer when the best units of all fill the budget.
 
-        The best unit of each layer comes first. While a layer is below its least count, so much is set aside for it.
+        The best unit of each layer comes first. What a layer needs to reach its least count is reserved for it.
         """
-        counts = uniform(self.units, budget)  # what ungated layers keep
+        counts = uniform(self.units, budget)  # of layers without gates
         candidates = []
         for i, units in ranked.items():
             counts[i] = 0
@@ -311,43 +296,46 @@ class AnpVs(Pruner):
             due[i] = max(0, due[i] - taken)
         return counts
 
+    def watched(self) -> list[nn.Module]:
+        """The modules whose outputs are the features h."""
+        last = len(self.units.names) - 1
+        activations = [module for module in self.units.model.modules() if isinstance(module, _ACTIVATIONS)]
+        gated = [module for i, gate in self.layers() if gate.dimensions for module in self.owners(i)]
+        hidden = [m for i, gate in self.layers() if not gate.dimensions and i != last for m in self.owners(i)]
+        return [*(activations or gated), *hidden]
 
-class _Losses:
-    """The masks' loss and the weights' as one: its gradients are those that each has alone."""
-
-    def __init__(self, pruner: AnpVs, attack: Attack) -> None:
-        self.pruner, self.attack = pruner, attack
-        inside = list(pruner.units.model.modules())
-        last = len(pruner.units.names) - 1
-        found = {i: pruner.owners(i) for i, _ in pruner.layers()}
-        linear = [m for i, gate in pruner.layers() if not gate.dimensions and i != last for m in found[i]]
-        gated = [m for i, gate in pruner.layers() if gate.dimensions for m in found[i]]
-        self.watched: list[nn.Module] = [*([m for m in inside if isinstance(m, _ACTIVATIONS)] or gated), *linear]
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The weights' loss; through a term of no value the masks get their own gradient."""
+    def _loss(
+        self,
+        attack: Attack,
+        watched: Sequence[nn.Module],
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        forward: Logits | None = None,
+    ) -> Tensor:
+        """The weights' loss, plus a term of value 0 through which the masks get the gradient of their own loss."""
         forward = forward or model
-        self.pruner._seen += len(x)
-        x = standardise(x) if self.pruner.standardised else x
-        x_adv = self.attack(model, x, y)
-        gates = [gate for _, gate in self.pruner.layers()]
+        self._seen += len(x)
+        x = standardise(x) if self.standardised else x
+        x_adv = attack(model, x, y)
+        gates = [gate for _, gate in self.layers()]
         try:
             for gate in gates:
                 gate.record = []
-            with self.watch() as features:
+            with outputs_of(watched) as features:
                 clean = F.cross_entropy(forward(x), y)
             drawn = [gate.record or [] for gate in gates]
             leaves = [[z.detach().requires_grad_() for z in masks] for masks in drawn]
             for gate, masks in zip(gates, leaves, strict=True):
                 gate.record, gate.replay = None, iter(masks)
-            with self.watch() as attacked:
+            with outputs_of(watched) as attacked:
                 adversarial = F.cross_entropy(forward(x_adv), y)
         finally:
             for gate in gates:
-                gate.record = gate.replay = None  # a graph must not stay behind in what may be copied
+                gate.record = gate.replay = None  # a copy of the model must not hold a graph
         flat = list(itertools.chain(*leaves))
         if not flat:
-            raise ModelError("the forward pass met no gate in train mode: compile or freeze the model after pruning")
+            raise ModelError("the forward pass used no gate in train mode: compile or freeze the model after pruning")
         slopes = torch.autograd.grad(adversarial, flat, retain_graph=True, allow_unused=True)
         pull = sum(
             ((z * slope).sum() for z, slope in zip(itertools.chain(*drawn), slopes, strict=True) if slope is not None),
@@ -355,18 +343,57 @@ class _Losses:
         )
         shifts = [(h_adv - h).abs().mean() for h_adv, h in zip(attacked, features, strict=True)]
         shift = torch.stack(shifts).mean() if shifts else 0.0
-        return (clean + 2 * adversarial) / 3 + self.pruner.vulnerability * shift + (pull - pull.detach())
+        return (clean + 2 * adversarial) / 3 + self.vulnerability * shift + (pull - pull.detach())
 
-    @contextmanager
-    def watch(self) -> Iterator[list[Tensor]]:
-        """Collect the features of a forward pass."""
-        seen: list[Tensor] = []
-        with ExitStack() as hooks:
-            for module in self.watched:  # behind the gates: hooks run in the order of their coming
-                hooks.callback(module.register_forward_hook(lambda m, inputs, output: seen.append(output)).remove)
-            yield seen
+
+@contextmanager
+def outputs_of(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collect the outputs of modules in a forward pass."""
+    outputs: list[Tensor] = []
+    with ExitStack() as hooks:
+        for module in modules:  # after the gates: hooks run in the order of their registration
+            hooks.callback(module.register_forward_hook(lambda m, inputs, output: outputs.append(output)).remove)
+        yield outputs
 
 
 def _rows(weight: Tensor) -> Tensor:
     """A gated weight with one row a unit: a convolution's output channels, a linear layer's inputs."""
     return weight.flatten(1) if weight.ndim > 2 else weight.T
+
+
+def standardise(x: Tensor) -> Tensor:
+    """Images with mean 0 and deviation 1 each, as the authors' network sees them (TensorFlow's function of pixels)."""
+    flat = x.flatten(1)
+    least = 1 / (255 * math.sqrt(flat.shape[1]))  # theirs is 1/√n for pixels up to 255
+    flat = (flat - flat.mean(1, keepdim=True)) / flat.std(1, correction=0, keepdim=True).clamp_min(least)
+    return flat.view_as(x)
+
+
+class Standardised(nn.Module):
+    """A network that was trained on standardised images, as one of plain images: the target of an ordinary attack."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of a batch of [0, 1] images."""
+        logits: Tensor = self.net(standardise(x))
+        return logits
+
+
+@dataclass(frozen=True)
+class CrippledPgd:
+    """The authors' attack: PGD on standardised images, clipped to [0, 1] and so outside their balls."""
+
+    epsilon: float = 0.03
+    step: float | None = 0.007
+    steps: int = 10
+    norm: str = "linf"
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The attacked versions of standardised images `x`."""
+        ball = Ball(self.epsilon, self.norm)
+        with torch.no_grad(), frozen(model, x) as net:
+            loss = lambda z: F.cross_entropy(z, y, reduction="none")  # noqa: E731
+            return ascend(net, x, ball.random(x), loss, ball, step_size(self.step, self.epsilon), self.steps)

@@ -1,15 +1,15 @@
-"""The pruner's contract: the model is plain, its parameters always hold the weights in force.
+"""The interface of a pruner. The model stays an ordinary module whose parameters hold the pruned weights.
 
-A pruner decides those weights. It writes them when it starts and after every optimiser step, and after every backward
-pass it pulls the weights' gradients back to what it learns. So pre-training, pruning and fine-tuning are one loop with
-three pruners, and attacks, validation, checkpoints, data parallelism and export see nothing but an ordinary module.
+A pruner writes these weights when it starts and after every optimiser step. After every backward pass it turns the
+weights' gradients into gradients of what it learns. So pre-training, pruning and fine-tuning are one loop with three
+pruners; attacks, validation, checkpoints, data parallelism and export need not know about pruning.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,10 @@ from torch.optim import Optimizer
 from harp.errors import ModelError, RecipeError
 from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
-from harp.pruning.masks import Masks, top_k
+from harp.pruning.masks import Masks, at_random, top_k
 from harp.pruning.papers import Paper, Taxonomy
 from harp.pruning.units import Units, exact
 from harp.system.seeds import derive
-
-if TYPE_CHECKING:
-    from harp.attacks import Attack
 
 ParameterGroup = dict[str, Any]
 
@@ -32,7 +29,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 class Loss(Protocol):
-    """A function of a model and a batch that gives the loss: all that an objective must be."""
+    """The loss of a batch as a function: what a training minimises, and all that a method must know of it."""
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, /, *, forward: Logits | None = None) -> Tensor:
         """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
@@ -41,7 +38,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class AttackingLoss(Protocol):
-    """A loss whose attacked images can be had apart."""
+    """A loss whose attack can be called separately."""
 
     def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The images that the loss is computed at."""
@@ -50,86 +47,16 @@ class AttackingLoss(Protocol):
 
 @runtime_checkable
 class TwoPartLoss(AttackingLoss, Protocol):
-    """A loss in two parts: methods that ask for several losses at the same images attack once."""
+    """A loss in two parts, so that several losses at the same images need one attack only."""
 
     def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
-        """The loss at images and their attacked counterparts."""
+        """The loss at images and their attacked versions."""
         ...
-
-
-class Objective(ABC):
-    """What a training minimises. Only the call is required; each of the other members does nothing by default.
-
-    `harp.fit` also takes a plain function `(model, x, y, forward=None) -> loss`. An objective that keeps something from
-    step to step, sees a batch several times or acts after the backward pass derives from this class.
-
-    Example:
-        class Smoothed(harp.Objective):
-            def __call__(self, model, x, y, forward=None):
-                return torch.nn.functional.cross_entropy((forward or model)(x), y, label_smoothing=0.1)
-    """
-
-    # What it is, for cards and submissions.
-    title: ClassVar[str | None] = None
-    paper: ClassVar[Paper | None] = None
-    taxonomy: ClassVar[str | None] = None  # its words in the Adversarial Pruning Benchmark
-
-    replays: int = 1  # optimiser steps on each batch
-
-    # What is kept from step to step with one row for each image of this process's batch. It is part of a checkpoint,
-    # where the rows of all processes are joined.
-    noise: Tensor | None = None
-
-    @abstractmethod
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
-
-    def begin(self) -> "Objective":
-        """The objective of one training, called once at its start: a fresh one if it keeps something."""
-        return self
-
-    def start_epoch(self) -> None:  # noqa: B027  # a hook
-        """Called before the first step of each epoch, but not when an epoch is resumed."""
-
-    def after_backward(self) -> None:  # noqa: B027  # a hook
-        """Called once an optimiser step, after the gradients of the whole batch are there."""
-
-    def state(self) -> dict[str, Any]:
-        """What else a checkpoint must hold: tensors and plain values, the same in every process."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # a hook
-        """Take back what `state` gave."""
-
-    def judge(self) -> "Attack | None":
-        """The attack that held-out images are judged by; None: they are judged as they are."""
-        return None
-
-
-class PlainObjective(Objective):
-    """An objective that is a function and no more."""
-
-    def __init__(self, function: Loss) -> None:
-        self.function = function
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """What the function gives."""
-        return self.function(model, x, y, forward=forward)
-
-
-def as_objective(loss: Objective | Loss) -> Objective:
-    """An objective, which a plain function is made into."""
-    if isinstance(loss, Objective):
-        return loss
-    hooks = [name for name in ("begin", "replays", "start_epoch", "after_backward", "noise") if hasattr(loss, name)]
-    if hooks:  # it would be ignored
-        raise ModelError(f"{type(loss).__name__} has {hooks[0]!r}, so it must be derived from harp.Objective")
-    return PlainObjective(loss)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The training that lies ahead, for methods that pace themselves by it.
+    """The length and the optimiser of a training, for methods whose own schedules depend on them.
 
     Arguments:
         epochs: of the training.
@@ -143,11 +70,11 @@ class Plan:
     """
 
     epochs: int
-    steps: int  # optimiser steps an epoch
+    steps: int
     lr: float
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    shape: Callable[[float], float] = lambda progress: 1.0  # learning rate's factor over progress in [0, 1]
+    shape: Callable[[float], float] = lambda progress: 1.0
 
 
 @dataclass(frozen=True)
@@ -160,31 +87,31 @@ class Phase:
     schedule: str | Mapping[str, Any] | None = None
 
     def optimizer(self) -> dict[str, Any]:
-        """What the paper says of the optimiser."""
-        said = {"lr": self.lr, "weight_decay": self.weight_decay, "schedule": self.schedule}
-        return {key: value for key, value in said.items() if value is not None}
+        """The optimiser's settings that the paper gives."""
+        settings = {"lr": self.lr, "weight_decay": self.weight_decay, "schedule": self.schedule}
+        return {key: value for key, value in settings.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The stages as a method's paper has them; by default the recipe's, which are HARP's at the paper's scale."""
+    """The stages of a method's paper; by default those of the recipe, which are HARP's at the paper's scale."""
 
     pretrain: Phase = Phase()
     prune: Phase = Phase()  # of a method that trains from scratch: its only stage
     finetune: Phase = Phase()
-    step: float | None = None  # of the attack that it trains against, relative to ε
+    step: float | None = None  # step size of the attack in training, relative to ε
 
 
 class Pruner(nn.Module):
-    """Leave the weights alone: dense training. Also the base of every method.
+    """The base of every method. By itself it changes no weight: dense training.
 
-    A method's constructor takes `units`, then what are its options in a recipe; `total` is the integer budget in the
-    units' own measure. One that draws at random takes a `seed` too, which a recipe supplies.
+    A method's constructor takes `units`, then the options that it has in a recipe. A method that draws random numbers
+    also takes a `seed`, which a recipe supplies.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
         total: the integer budget: what `units.total(keep)` gives.
-        seed: of what is drawn at random.
+        seed: of the random numbers.
 
     Example:
         class Smallest(harp.Pruner):
@@ -195,24 +122,21 @@ class Pruner(nn.Module):
                 return harp.GlobalMagnitude(self.units, self.total / self.units.size).masks()
     """
 
-    # What a method is. A subclass is another method, so it inherits none of these.
-    title: ClassVar[str | None] = None  # what texts call it; None: its name in the table
+    # The description of a method. A subclass is another method, so it inherits none of these.
+    title: ClassVar[str | None] = None  # its name in texts; None: its name in the table
     paper: ClassVar[Paper | None] = None
     taxonomy: ClassVar[Taxonomy | None] = None  # its place in the Adversarial Pruning Benchmark
-    same_as: ClassVar[str | None] = None  # the method that gives the same bits, whose trained stages serve it too
+    same_as: ClassVar[str | None] = None  # the method with the same results to the bit: both share trained stages
 
     # How a method's stages are laid out when methods are compared under one recipe.
-    from_scratch: ClassVar[bool] = False  # it trains from random weights: pre-training would be wasted on it
-    passes: ClassVar[int | None] = None  # epochs of pruning it has use for; None: any number
-    finetuning: ClassVar[Mapping[str, Any]] = {}  # the objective it fine-tunes by, if the paper has its own
+    from_scratch: ClassVar[bool] = False  # it starts from random weights, so there is no pre-training
+    passes: ClassVar[int | None] = None  # the most epochs of pruning that it can use; None: any number
+    finetuning: ClassVar[Mapping[str, Any]] = {}  # its objective of fine-tuning, if the paper has its own
     layout: ClassVar[Layout] = Layout()  # the stages of its paper, for comparisons by the protocol `paper`
 
-    revision: ClassVar[int] = 1  # part of its stages' hashes: raise it when the same options give another result
-
-    granular: ClassVar[bool] = False  # it moves single weights and counts them: it has no form for units of other kinds
-
-    # Plain attributes that `state_dict` must hold beside tensors.
-    remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")
+    revision: ClassVar[int] = 1  # part of the stages' hashes: raise it when the same options give another result
+    granular: ClassVar[bool] = False  # it only works on single weights under a budget of weights
+    remembered: ClassVar[tuple[str, ...]] = ("draws", "was_reset")  # attributes, no tensors, that `state_dict` holds
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -229,79 +153,75 @@ class Pruner(nn.Module):
             )
         self.units = units
         self.total = total
-        self.example = units.example  # images of the kind to come; a training supplies them if they are not known
+        self.example = units.example  # a batch of images; `fit` supplies one if there is none
         self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
         self._flags: dict[str, bool] = {}
-        # An optimiser that steps latents never clears the weights' gradients: an earlier training's would be added to
-        # the first ones of this.
-        units.model.zero_grad()
+        units.model.zero_grad()  # those of an earlier training would be added to the first of this one
 
     def wrap(self, objective: Loss) -> Loss:
-        """What is minimised, given the objective of the training; most methods leave it alone."""
+        """The loss that is minimised, given the training's; most methods use that."""
         return objective
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Get to know the optimiser that steps what this pruner learns."""
+        """Take the optimiser of the training."""
         self._optimizer = optimizer
 
     def trainable(self) -> list[ParameterGroup]:
-        """The parameter groups that the optimiser may step; sets `requires_grad` to match."""
+        """The parameter groups of the optimiser; sets `requires_grad` accordingly."""
         return [{"params": [p for p in self.units.model.parameters() if p.requires_grad]}]
 
     def start(self, plan: Plan | None = None) -> None:
         """Write the first weights."""
 
     def after_backward(self) -> None:
-        """Turn the weights' gradients into what the optimiser needs."""
+        """Turn the weights' gradients into those that the optimiser needs."""
 
     def after_step(self) -> None:
         """Write the new weights."""
 
     def after_epoch(self) -> None:
-        """Advance what changes by epoch."""
+        """Update what changes once an epoch."""
 
     def observe(self, record: Mapping[str, Any]) -> None:
-        """See what the epoch came to: its mean loss and, where there is validation, its accuracies."""
+        """Take the record of an epoch: its mean loss and, with validation, its accuracies."""
 
     @property
     def ready(self) -> bool:
-        """Whether the weights in force meet the budget closely enough for the epoch to be chosen."""
+        """Whether the current weights meet the budget closely enough for the epoch to be chosen."""
         return True
 
     def masks(self) -> Masks:
-        """The answer: masks of the parameters, in the order of `units.masked`, exactly within budget."""
-        return {
-            n: torch.ones_like(w, dtype=torch.bool) for n, w in zip(self.units.masked, self.units.weights, strict=True)
-        }
+        """The result: masks of the parameters, in the order of `units.masked`, exactly within budget."""
+        return self.by_name(torch.ones_like(weight, dtype=torch.bool) for weight in self.units.weights)
 
     def lasting(self) -> Masks | None:
-        """Masks outside which no gradient counts, the same all through the training; None if there are none."""
+        """Masks that stay for the whole training and outside which no gradient is used; None if there are none."""
         return None
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Let the model hold the answer's weights for a while: what is validated is what would be saved."""
-        in_force = [weight.detach().clone() for weight in self.units.weights]
+        """Put the final weights into the model for a while: those that would be saved are validated."""
+        before = [weight.detach().clone() for weight in self.units.weights]
         self.write(self.masks())
         try:
             yield
         finally:
             with torch.no_grad():
-                for weight, value in zip(self.units.weights, in_force, strict=True):
+                for weight, value in zip(self.units.weights, before, strict=True):
                     weight.copy_(value)
 
     def finish(self) -> Masks:
-        """Leave the answer in the model, give its parameters back as they came, and return the masks."""
-        answer = self.masks()
-        self.write(answer)
+        """Leave the final weights in the model, restore `requires_grad` of its parameters, and return the masks."""
+        masks = self.masks()
+        self.write(masks)
         for name, flag in self._flags.items():
             self.units.model.get_parameter(name).requires_grad_(flag)
         self._flags = {}
-        return answer
+        return masks
 
     def write(self, masks: Masks) -> None:
-        """Let the model hold its weights under these masks."""
+        """Put the weights under these masks into the model."""
         mask_ops.apply(self.units.model, masks)
 
     def metrics(self) -> dict[str, float]:
@@ -309,16 +229,15 @@ class Pruner(nn.Module):
         return {}
 
     def attach(self, optimizer: Optimizer) -> Self:
-        """Ride on any training loop: the optimiser steps what this pruner learns, the weights follow by themselves.
+        """Prune in any training loop: the optimiser then steps what this pruner learns, which updates the weights.
 
         Call `after_epoch()` at the end of each epoch and `finish()` at the end.
         """
         if self.wrap(_unknown_loss) is not _unknown_loss:
             raise ModelError(f"{type(self).__name__} changes the loss, which your own loop does not know: use harp.fit")
-        groups = self.trainable()
         optimizer.param_groups.clear()
         optimizer.state.clear()
-        for group in groups:
+        for group in self.trainable():
             optimizer.add_param_group(group)
         self.bind(optimizer)
         self.start()
@@ -327,57 +246,79 @@ class Pruner(nn.Module):
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What `state_dict` must hold beside tensors."""
+        """The attributes that `state_dict` holds beside tensors."""
         return {name: getattr(self, name) for name in self.remembered}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Take it back."""
+        """Load these attributes."""
         for name, value in state.items():
             setattr(self, name, value)
 
-    def generator(self) -> torch.Generator:
-        """Randomness on the host that depends on the seed and on how often it was asked for.
+    def by_name(self, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+        """Tensors, one for each masked parameter, by its name."""
+        return dict(zip(self.units.masked, tensors, strict=True))
 
-        So it is the same on every rank, and after a resume.
-        """
+    def add_buffers(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Register buffers, one for each masked parameter, called `name` and its number."""
+        for i, tensor in enumerate(tensors):
+            self.register_buffer(f"{name}{i}", tensor)
+
+    def layer_buffers(self, name: str) -> list[Tensor]:
+        """The buffers that `add_buffers` registered."""
+        return [self.get_buffer(f"{name}{i}") for i in range(len(self.units.masked))]
+
+    def generator(self) -> torch.Generator:
+        """A generator that depends on the seed and the number of calls: the same on all ranks and after a resume."""
         self.draws += 1
         return torch.Generator().manual_seed(derive(self.seed, "pruner", self.draws))
 
     def reset(self) -> None:
-        """Start from random weights: every module that can draws its own afresh, once in a training.
+        """Draw random weights, once in a training; they are the same on every rank.
 
-        The draws are the same on every rank. Bare parameters, such as class tokens, belong to nobody who could.
+        Every module that can resets its own parameters. Bare parameters, such as class tokens, stay.
         """
         if self.was_reset:
             return
         model, self.was_reset = self.units.model, True
         with torch.random.fork_rng({p.device for p in model.parameters() if p.device.type == "cuda"}):
             torch.manual_seed(self.generator().initial_seed())
-            for module in reversed(list(model.modules())):  # who holds others has the last word on them
-                for name in ("reset_parameters", "_reset_parameters"):  # attention calls its own by the second name
-                    getattr(module, name, _nothing)()
+            for module in reversed(list(model.modules())):  # a parent comes last and may reset its children's
+                for name in ("reset_parameters", "_reset_parameters"):  # the second is that of attention
+                    if hasattr(module, name):
+                        getattr(module, name)()
+
+    def optimizer_state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimiser's state of a parameter; empty before the first step."""
+        return {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
 
     def momentum(self, parameter: nn.Parameter) -> Tensor:
         """The optimiser's running mean of the parameter's gradients; zero before the first step."""
-        state = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
-        found = next((state[key] for key in ("momentum_buffer", "exp_avg") if state.get(key) is not None), None)
-        return torch.zeros_like(parameter) if found is None else found
+        state = self.optimizer_state(parameter)
+        means = (state.get(key) for key in ("momentum_buffer", "exp_avg"))
+        return next((mean for mean in means if mean is not None), torch.zeros_like(parameter))
 
     def forget(self, parameter: nn.Parameter, where: Tensor) -> None:
-        """Let the optimiser know nothing of the past of these entries."""
-        for value in {} if self._optimizer is None else self._optimizer.state.get(parameter, {}).values():
+        """Set the optimiser's state of these entries to zero."""
+        for value in self.optimizer_state(parameter).values():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 value.masked_fill_(where, 0.0)
 
-    def _lend(self) -> list[nn.Parameter]:
-        """Let the prunable weights lend their gradients only; return all else that the model trains."""
+    def take_gradients(self) -> list[Tensor | None]:
+        """Take the gradients off prunable weights that the optimiser does not step, as it would never clear them."""
+        gradients = [weight.grad for weight in self.units.weights]
+        for weight in self.units.weights:
+            weight.grad = None
+        return gradients
+
+    def train_others(self) -> list[nn.Parameter]:
+        """All that the model trains except prunable weights, of which only the gradients are needed."""
         weights = {id(weight) for weight in self.units.weights}
         others = [p for p in self.units.model.parameters() if p.requires_grad and id(p) not in weights]
-        self._train_only([*others, *self.units.weights])
+        self.require_gradients([*others, *self.units.weights])
         return others
 
-    def _train_only(self, chosen: Iterable[nn.Parameter]) -> None:
-        """Ask gradients of these model parameters only, and remember how it was."""
+    def require_gradients(self, chosen: Iterable[nn.Parameter]) -> None:
+        """Compute the gradients of these model parameters only, until `finish`."""
         wanted = {id(parameter) for parameter in chosen}
         for name, parameter in self.units.model.named_parameters():
             self._flags.setdefault(name, parameter.requires_grad)
@@ -399,12 +340,12 @@ class Dense(Pruner):
 
 
 class Fixed(Pruner):
-    """Train under masks that stay: fine-tuning. Weights outside are zero at every moment, whatever the optimiser.
+    """Train under masks that stay: fine-tuning. Weights outside the masks are zero after every step.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        masks: what stays, by parameter: those of a pruner, or from `harp.load_masks`.
-        seed: of what is drawn at random.
+        masks: by parameter: those of a pruner, or from `harp.load_masks`.
+        seed: of the random numbers.
 
     Example:
         masks = harp.Magnitude(units, keep=0.1).masks()
@@ -413,12 +354,12 @@ class Fixed(Pruner):
 
     def __init__(self, units: Units, masks: Mapping[str, Tensor], seed: int = 0) -> None:
         super().__init__(units, _spent(units, masks), seed)
-        for i, name in enumerate(units.masked):
-            self.register_buffer(f"mask{i}", masks[name].to(units.weights[i].device, torch.bool))
+        named = zip(units.masked, units.weights, strict=True)
+        self.add_buffers("mask", [masks[name].to(weight.device, torch.bool) for name, weight in named])
 
     def current(self) -> Masks:
-        """The masks in force."""
-        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.masked)}
+        """The masks that the weights have now."""
+        return self.by_name(self.layer_buffers("mask"))
 
     def masks(self) -> Masks:
         """The same."""
@@ -429,27 +370,27 @@ class Fixed(Pruner):
         return self.current()
 
     def start(self, plan: Plan | None = None) -> None:
-        """Zero what is outside the masks."""
+        """Zero the weights outside the masks."""
         self.write(self.current())
 
     def after_backward(self) -> None:
-        """Drop the gradients outside the masks, so that momentum never learns of them."""
-        for weight, mask in zip(self.units.weights, self.current().values(), strict=True):
+        """Zero the gradients outside the masks, so that they do not enter the momentum."""
+        for weight, mask in zip(self.units.weights, self.layer_buffers("mask"), strict=True):
             if weight.grad is not None:
                 weight.grad.masked_fill_(~mask, 0.0)
 
     def after_step(self) -> None:
-        """Zero what is outside the masks: an optimiser may move weights that have no gradient."""
+        """Zero the weights outside the masks: an optimiser may move weights that have no gradient."""
         self.write(self.current())
 
 
 class Dynamic(Fixed):
-    """Train sparse from the first step, under masks that move: the base of dynamic sparse training.
+    """Train sparse from the first step under changing masks: the base of dynamic sparse training.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        masks: those to start from, by parameter.
-        seed: of what is drawn at random.
+        masks: the first masks, by parameter.
+        seed: of the random numbers.
 
     Example:
         pruner = harp.Dynamic(units, harp.Random(units, keep=0.1).masks())
@@ -459,26 +400,30 @@ class Dynamic(Fixed):
     from_scratch = True
 
     def lasting(self) -> Masks | None:
-        """None: the masks move, and by the gradients of what is pruned as well."""
+        """None: the masks change, and the gradients of pruned weights may be needed for that."""
         return None
 
     @torch.no_grad()
     def move(self, masks: Mapping[str, Tensor]) -> None:
-        """Put other masks in force: what comes starts from zero, and the optimiser forgets what comes and goes."""
-        for i, (name, weight) in enumerate(zip(self.units.masked, self.units.weights, strict=True)):
-            mask = self.get_buffer(f"mask{i}")
+        """Change the masks: new weights start from zero, and the optimiser forgets what comes and goes."""
+        for (name, mask), weight in zip(self.current().items(), self.units.weights, strict=True):
             self.forget(weight, mask != masks[name])
             mask.copy_(masks[name])
         self.write(self.current())
 
+    def largest_live(self, counts: Iterable[int]) -> list[Tensor]:
+        """Masks of so many live weights of each layer, those of largest magnitude."""
+        layers = zip(self.units.weights, self.layer_buffers("mask"), counts, strict=True)
+        return [top_k(weight.detach().abs().masked_fill(~mask, -1.0), count) for weight, mask, count in layers]
+
 
 class Latent(Pruner, ABC):
-    """Learn the mask over frozen weights: the base of the score-based methods.
+    """Learn the mask of frozen weights: the base of the score-based methods.
 
-    The dense weights are kept aside; the model holds dense * mask. A subclass says which masks are in force (`current`)
-    and how the gradient on a mask reaches what it learns (`pull`). Norms' affine parameters are trained along, as in
-    the authors' code (only scores and quotas are variables in the papers' formulas), save for those that came frozen;
-    biases and weights are frozen.
+    The pruner keeps the dense weights; the model holds dense * mask. A subclass computes the current masks (`current`)
+    and turns the gradient of a mask into that of its latents, what it learns (`pull`). Affine parameters of norms are
+    trained too, as in the authors' code (in the papers' formulas only scores and quotas are variables), unless they
+    were frozen before; biases and weights are frozen.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
@@ -513,21 +458,21 @@ class Latent(Pruner, ABC):
 
     @abstractmethod
     def current(self) -> Masks:
-        """The masks in force."""
+        """The masks that the weights have now."""
 
     @abstractmethod
     def pull(self, gradients: list[Tensor | None]) -> None:
-        """Set the latents' gradients from the gradients on the units' masks, which may be overwritten."""
+        """Set the latents' gradients from those of the units' masks, which may be overwritten."""
 
     @abstractmethod
     def latents(self) -> list[ParameterGroup]:
-        """The groups of what is learned, in the pruner itself."""
+        """The parameter groups of the latents."""
 
     def trainable(self) -> list[ParameterGroup]:
-        """What is learned, and the norms of the model; prunable weights only lend their gradients."""
+        """The latents, and the norms of the model; of prunable weights only the gradients are needed."""
         norms = [module for module in self.units.model.modules() if isinstance(module, _NORMS)]
         affine = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
-        self._train_only([*affine, *self.units.weights])
+        self.require_gradients([*affine, *self.units.weights])
         first, *others = self.latents()
         return [{**first, "params": [*first["params"], *affine]}, *others]
 
@@ -536,14 +481,9 @@ class Latent(Pruner, ABC):
         self.write(self.current())
 
     def after_backward(self) -> None:
-        """Pull the weights' gradients back: the gradient on a mask is that on what it masks times the dense weights."""
-        weights = self.units.weights
-        gradients = [
-            None if w.grad is None else w.grad.mul_(d.detach()) for w, d in zip(weights, self.dense, strict=True)
-        ]
-        for weight in weights:
-            weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
-        self.pull(self.units.gather(gradients))
+        """Pull the weights' gradients back: the gradient of a mask is that of the weight times the dense weight."""
+        pairs = zip(self.take_gradients(), self.dense, strict=True)
+        self.pull(self.units.gather([None if grad is None else grad.mul_(dense.detach()) for grad, dense in pairs]))
 
     def after_step(self) -> None:
         """Write the weights that the new latents give."""
@@ -551,13 +491,17 @@ class Latent(Pruner, ABC):
 
     @torch.no_grad()
     def write(self, masks: Masks) -> None:
-        """Let the model hold dense * mask."""
+        """Put dense * mask into the model."""
         for weight, dense, mask in zip(self.units.weights, self.dense, masks.values(), strict=True):
             if torch.is_autocast_enabled(weight.device.type):
-                raise ModelError(
-                    "weights written inside autocast, whose cache would keep the old ones: write outside it"
-                )
+                raise ModelError("weights written inside autocast, whose cache keeps the old ones: write outside it")
             weight.copy_(torch.where(mask, dense, 0.0))
+
+
+def check_option(valid: bool, name: str, value: float | None, advice: str) -> None:
+    """Refuse the value of an option by one line that says what would be right."""
+    if not valid:
+        raise RecipeError(f"{name} {value:.6g}: {advice}")
 
 
 def largest(units: Units, strengths: Sequence[Tensor], counts: Iterable[int]) -> Masks:
@@ -568,23 +512,17 @@ def largest(units: Units, strengths: Sequence[Tensor], counts: Iterable[int]) ->
 def random_masks(units: Units, counts: Iterable[int], seed: int) -> Masks:
     """Masks that keep so many units of each layer, drawn at random."""
     generator = torch.Generator().manual_seed(derive(seed, "masks"))
-    layers = zip(units.strength(units.weights, 1), counts, strict=True)
-    return units.expand(
-        [mask_ops.at_random(torch.ones_like(like, dtype=torch.bool), count, generator) for like, count in layers]
-    )
-
-
-def _nothing() -> None:
-    """Stand in for a method that a module does not have."""
+    anywhere = [torch.ones_like(strength, dtype=torch.bool) for strength in units.strength(units.weights, 1)]
+    return units.expand([at_random(where, count, generator) for where, count in zip(anywhere, counts, strict=True)])
 
 
 def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-    """The loss of somebody's own loop, which is not known here."""
+    """The loss of a loop that is not `harp.fit`; it is never called."""
     raise NotImplementedError
 
 
 def _spent(units: Units, masks: Mapping[str, Tensor]) -> int:
-    """What given masks spend, after checking that they fit the units."""
+    """The cost of given masks, after a check that they fit the units."""
     for name, weight in zip(units.masked, units.weights, strict=True):
         if name not in masks or masks[name].shape != weight.shape:
             raise ModelError(f"no mask of shape {tuple(weight.shape)} for {name!r}: masks of another model?")

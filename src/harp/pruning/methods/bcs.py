@@ -1,4 +1,4 @@
-"""BCS-P: train sparse from scratch, with connections that die and are drawn anew.
+"""BCS-P: train sparse from scratch, with connections that die and are replaced at random.
 
 Özdenizci, Legenstein: "Training Adversarially Robust Sparse Networks via Bayesian Connectivity Sampling", ICML 2021.
 
@@ -9,26 +9,28 @@
     rewire       K = ⌊p N⌋ - active; K layers drawn with probability n_l / N, in each as many dormant θ ← 10⁻¹²
 
 The count is never raised above ⌊p N⌋. At small p it starts above (76 439 instead of 15 302 on VGG16 at 0.001) and falls
-by deaths alone. As replacements come in proportion to the layers' sizes, the rates drift towards uniform ones.
+only because connections die. As replacements are in proportion to the layers' sizes, the rates become more uniform.
 
-With a strategy this is BCS-P + LAMP as in HARP's paper: the strategy's counts, read off the weights that the model
-has when the pruner is made, are the start, and replacements are drawn in proportion to them instead of to n_l.
+With a strategy this is BCS-P + LAMP as in HARP's paper: it starts from the strategy's counts, computed from the weights
+that the model has when the pruner is created, and replacements are drawn in proportion to them instead of to n_l.
 
 A stage ends where the image gets smaller (pooling, strides) and with a child of the model, which gives the authors'
 densities on their VGG16 and ResNets. A stage with more than a tenth of all weights gets 0.5 p: 0.6 of it could not fall
 to the budget in time.
 
 Departures from the authors' code (TensorFlow):
-- the answer has exactly ⌊p N⌋ weights at every moment: while more are active, the largest θ of them;
+- the masks always keep exactly ⌊p N⌋ weights: while more are active, those of largest θ;
 - the first rewiring is before the first step instead of after it: at large p the start has too few connections;
-- a connection that dies has θ = 0 and no momentum; theirs keeps both, so that a stale momentum can kill what is drawn
-  there next;
-- what is drawn for a full layer goes to the others (theirs is lost for the step), and a layer that fell below its
-  minimum (1 unless set) is served first;
+- a connection that dies has θ = 0 and no momentum; theirs keeps both, so that a stale momentum can kill the next
+  connection there;
+- a replacement for a full layer goes to the others (theirs is lost for the step), and a layer below its minimum
+  (1 unless set) comes first;
 - decay is for θ only: norms and biases have the optimiser's own. It follows the gradient step instead of preceding it.
 """
 
+import math
 from collections.abc import Mapping
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +38,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harp.errors import BudgetError, RecipeError
+from harp.errors import BudgetError
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks, top_k
-from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, random_masks
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, check_option, random_masks
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.rounding import best
 from harp.pruning.units import Units
 
-PAPER_RATE = 0.1  # the learning rate where no optimiser is known
+PAPER_RATE = 0.1  # the learning rate while the optimiser is not known
 
 _POOLS = (
     nn.modules.pooling._MaxPoolNd,
@@ -64,11 +66,10 @@ class BcsP(Pruner):
         noise: the standard deviation of the noise on active connections, times the learning rate.
         decay: the share of θ that is lost in every step, scaled by the learning rate's schedule only.
         new: θ of a new connection.
-        seed: of what is drawn at random.
+        seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.BcsP(units, keep=0.1)
+        pruner = harp.BcsP(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -97,29 +98,26 @@ class BcsP(Pruner):
         new: float = 1e-12,
         seed: int = 0,
     ) -> None:
-        if not 0 <= noise < float("inf"):
-            raise RecipeError(f"noise {noise:.6g}: give a small positive number, like 1e-6, or 0 for none")
-        if not 0 <= decay < 1:
-            raise RecipeError(f"decay {decay:.6g}: give a share from 0 to below 1, like 5e-4")
-        if not 0 < new < float("inf"):
-            raise RecipeError(f"new {new:.6g}: give a small positive number, like 1e-12")
+        check_option(0 <= noise < math.inf, "noise", noise, "give a small positive number, like 1e-6, or 0 for none")
+        check_option(0 <= decay < 1, "decay", decay, "give a share from 0 to below 1, like 5e-4")
+        check_option(0 < new < math.inf, "new", new, "give a small positive number, like 1e-12")
         super().__init__(units, _total(units, keep), seed)
         self.noise, self.decay, self.new = noise, decay, new
-        self._rate = PAPER_RATE
+        self.first_rate = PAPER_RATE
         if strategy is None:
             counts = [int(rate * n) for rate, n in zip(start_rates(units, keep), units.sizes, strict=True)]
-            limits = zip(counts, units.lower, units.upper, strict=True)
-            counts = [min(max(count, low), high) for count, low, high in limits]
+            counts = np.clip(counts, units.lower, units.upper).tolist()
             self._shares = np.array(units.sizes) / units.size
         else:
             counts = allocate(strategy, units, self.total)
             self._shares = np.array(counts) / self.total
-        generator, first = self.generator(), random_masks(units, counts, seed).values()
+        generator, signs = self.generator(), []
         self.theta = nn.ParameterList()
-        for i, (weight, mask) in enumerate(zip(units.weights, first, strict=True)):
+        for weight, mask in zip(units.weights, random_masks(units, counts, seed).values(), strict=True):
             sign = torch.randint(0, 2, weight.shape, generator=generator, dtype=torch.int8) * 2 - 1
-            self.register_buffer(f"sign{i}", sign.to(weight.device))
+            signs.append(sign.to(weight.device))
             self.theta.append(nn.Parameter(_he_normal(weight, mask, generator)))
+        self.add_buffers("sign", signs)
         self._rewire()
 
     def active(self) -> list[int]:
@@ -127,8 +125,8 @@ class BcsP(Pruner):
         return [int((theta > 0).count_nonzero()) for theta in self.theta]
 
     def current(self) -> Masks:
-        """The masks in force: where θ > 0."""
-        return {name: theta.detach() > 0 for name, theta in zip(self.units.names, self.theta, strict=True)}
+        """The masks that the weights have now: where θ > 0."""
+        return self.by_name(theta.detach() > 0 for theta in self.theta)
 
     def masks(self) -> Masks:
         """The largest θ of all, within the layers' limits."""
@@ -137,7 +135,7 @@ class BcsP(Pruner):
             alive = theta.detach()[theta > 0].double().cpu().numpy()
             scores.append(np.pad(alive, (0, max(0, low - len(alive)))))
         counts = best(scores, self.units.lower, self.units.upper, self.total)
-        return {name: top_k(t.detach(), k) for name, t, k in zip(self.units.names, self.theta, counts, strict=True)}
+        return self.by_name(top_k(theta.detach(), k) for theta, k in zip(self.theta, counts, strict=True))
 
     @property
     def ready(self) -> bool:
@@ -145,40 +143,36 @@ class BcsP(Pruner):
         return sum(self.active()) == self.total
 
     def trainable(self) -> list[ParameterGroup]:
-        """θ, whose decay is this method's own, and all else that the model trains; weights only lend gradients."""
-        others = self._lend()
+        """θ, which decays in `after_step`, and all else that the model trains; weights give their gradients only."""
+        others = self.train_others()
         groups: list[ParameterGroup] = [{"params": list(self.theta), "weight_decay": 0.0}]
         return [*groups, {"params": others}] if others else groups
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Get to know the optimiser and the learning rate that it begins with."""
+        """Take the optimiser and its first learning rate."""
         super().bind(optimizer)
-        self._rate = self._current_rate()
+        self.first_rate = self.learning_rate()
 
     def start(self, plan: Plan | None = None) -> None:
-        """Forget what the model has learned before; write the first weights."""
+        """Start from random weights."""
         self.reset()
         self.write(self.current())
 
     def after_backward(self) -> None:
         """Pull the weights' gradients back to the active θ."""
-        for i, (theta, weight) in enumerate(zip(self.theta, self.units.weights, strict=True)):
-            if weight.grad is None:
-                theta.grad = None
-            else:
-                theta.grad = weight.grad.mul_(self.get_buffer(f"sign{i}")).masked_fill_(theta.detach() <= 0, 0.0)
-            weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
+        for theta, gradient, sign in zip(self.theta, self.take_gradients(), self.layer_buffers("sign"), strict=True):
+            theta.grad = None if gradient is None else gradient.mul_(sign).masked_fill_(theta.detach() <= 0, 0.0)
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Decay, shake and bury what was active, replace the dead, and write the weights."""
-        rate, generator = self._current_rate(), self.generator()
+        """Decay θ, add noise to the active, zero those that died, replace them, and write the weights."""
+        rate, generator = self.learning_rate(), self.generator()
         for theta, weight in zip(self.theta, self.units.weights, strict=True):
-            was = weight != 0  # the weights still are those of before the step
-            theta.mul_(1 - self.decay * rate / self._rate if self._rate else 1.0)
-            shaken = theta[was]
-            theta[was] = shaken + rate * self.noise * torch.randn(shaken.shape, generator=generator).to(shaken)
-            dormant = ~was | (theta <= 0)
+            was_active = weight != 0  # the model still holds the weights of before the step
+            theta.mul_(1 - self.decay * rate / self.first_rate if self.first_rate else 1.0)
+            active = theta[was_active]
+            theta[was_active] = active + rate * self.noise * torch.randn(active.shape, generator=generator).to(active)
+            dormant = ~was_active | (theta <= 0)
             theta.masked_fill_(dormant, 0.0)
             self.forget(theta, dormant)
         self._rewire()
@@ -186,9 +180,10 @@ class BcsP(Pruner):
 
     @torch.no_grad()
     def write(self, masks: Masks) -> None:
-        """Let the model hold s θ under these masks."""
-        for i, (weight, theta, mask) in enumerate(zip(self.units.weights, self.theta, masks.values(), strict=True)):
-            weight.copy_(torch.where(mask, theta * self.get_buffer(f"sign{i}"), 0.0))
+        """Put s θ under these masks into the model."""
+        layers = zip(self.units.weights, self.theta, self.layer_buffers("sign"), masks.values(), strict=True)
+        for weight, theta, sign, mask in layers:
+            weight.copy_(torch.where(mask, theta * sign, 0.0))
 
     def metrics(self) -> dict[str, float]:
         """The density."""
@@ -201,7 +196,7 @@ class BcsP(Pruner):
         missing = self.total - int(active.sum())
         if missing <= 0:
             return
-        # Draws without replacement that cost what they draw, not what they draw from: these are for every step.
+        # numpy draws a few of many without replacement fast, which is needed in every step.
         generator = np.random.default_rng(self.generator().initial_seed())
         for theta, count in zip(self.theta, self._replacements(missing, active, generator), strict=True):
             if count:
@@ -221,7 +216,8 @@ class BcsP(Pruner):
             given += np.minimum(generator.multinomial(left, odds / odds.sum()), room)
         return given
 
-    def _current_rate(self) -> float:
+    def learning_rate(self) -> float:
+        """The current learning rate of θ."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return next((float(g["lr"]) for g in groups if any(p is self.theta[0] for p in g["params"])), PAPER_RATE)
 
@@ -236,21 +232,18 @@ def start_rates(units: Units, keep: float) -> list[float]:
         if inner != child or isinstance(module, _POOLS) or (strides > 1).any():
             stage, child = stage + 1, inner
         stages[name] = stage
-    found = [stages[name.rpartition(".")[0]] for name in units.names]
-    boosts = dict(zip(sorted(set(found)), (0.6, 0.2), strict=False))
+    by_layer = [stages[name.rpartition(".")[0]] for name in units.names]
+    densities = dict(zip(sorted(set(by_layer)), (0.6, 0.2), strict=False))
     few = 0.1 * units.size
-    crowds = {s: sum(n for n, other in zip(units.sizes, found, strict=True) if other == s) for s in boosts}
-    rates = [boosts[s] if s in boosts and crowds[s] <= few else 0.5 * keep for s in found]
+    sizes = {s: sum(n for n, other in zip(units.sizes, by_layer, strict=True) if other == s) for s in densities}
+    rates = [densities[s] if s in densities and sizes[s] <= few else 0.5 * keep for s in by_layer]
     return [*rates[:-1], 0.6 if units.sizes[-1] <= few else rates[-1]]
 
 
 def _shared_prefix(names: list[str]) -> str:
     """The modules that hold all layers, such as a wrapper's only child."""
-    parts = [name.split(".")[:-2] for name in names]
-    shared = 0
-    while all(len(part) > shared and part[shared] == parts[0][shared] for part in parts):
-        shared += 1
-    return "".join(f"{part}." for part in parts[0][:shared])
+    levels = zip(*(name.split(".")[:-2] for name in names), strict=False)
+    return "".join(f"{level[0]}." for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _total(units: Units, keep: float) -> int:
@@ -262,8 +255,8 @@ def _total(units: Units, keep: float) -> int:
 
 
 def _he_normal(weight: nn.Parameter, mask: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """|He normal| where the mask is; truncated at two standard deviations as in TensorFlow."""
-    deviation = (2 / weight[0].numel()) ** 0.5 / 0.87962566  # the truncated normal's own is 1
+    """|He normal| inside the mask; truncated at two standard deviations as in TensorFlow."""
+    deviation = (2 / weight[0].numel()) ** 0.5 / 0.87962566  # the deviation of the truncated standard normal
     drawn = torch.empty(int(mask.count_nonzero()))
     nn.init.trunc_normal_(drawn, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)
     theta = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)

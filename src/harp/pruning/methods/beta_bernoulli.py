@@ -1,4 +1,4 @@
-"""Beta-Bernoulli dropout: masks of a layer's units whose probabilities are learned, with a prior that wants them off.
+"""Beta-Bernoulli dropout: masks of a layer's units whose probabilities are learned, with a prior that favours zeros.
 
 Lee, Kim, Yoon, Lee, Yang, Hwang: "Adaptive Network Sparsification with Dependent Variational Beta-Bernoulli Dropout",
 2018. A unit is an output channel of a convolution or an input of a linear layer. Each has a, b > 0 and, in training, a
@@ -10,7 +10,7 @@ mask z for every example:
     KL = (1 − α/a)(−γ − ψ(b) − 1/b) + log(ab/α) − (b − 1)/b         against Beta(α, 1), α = 10⁻⁴, γ Euler's constant
 
 with a = softplus(max(−10, ·)), b = softplus(clip(·, −10, 50)), which start at 2 (convolution; linear: −1) and 0.5413.
-Their masks that depend on the input are left out: ANP-VS, which these gates are for, has none.
+Their masks that depend on the input are left out: ANP-VS, which uses these gates, has none.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ EULER = 0.577215664901532
 
 
 class Gate(nn.Module):
-    """The masks of one layer's units. Its methods are the hooks, so that copies of a model have gates of their own."""
+    """The masks of one layer's units. Its methods are the hooks, so that a copy of a model has its own gates."""
 
     average: Tensor  # E[π] where it is above the threshold, else 0: what eval mode multiplies by
     first: Tensor  # Adam's running means of the gradient and of its square
@@ -44,12 +44,12 @@ class Gate(nn.Module):
         self.register_buffer("average", torch.empty_like(raw[0]), persistent=False)
         self.register_buffer("first", torch.zeros_like(raw))
         self.register_buffer("second", torch.zeros_like(raw))
-        self.record: list[Tensor] | None = None  # keeps the masks drawn, and lets only their values through
-        self.replay: Iterator[Tensor] | None = None  # gives the masks instead of drawing them
+        self.record: list[Tensor] | None = None  # if set, drawn masks are added to it and applied detached
+        self.replay: Iterator[Tensor] | None = None  # if set, the masks to use instead of new ones
         self.refresh()
 
     def expected(self) -> Tensor:
-        """E[π]; on the host, in float64: differences of lgamma lose digits."""
+        """E[π]; in float64, as differences of lgamma lose digits, and so on the CPU."""
         return expected_pi(*_concentrations(self.raw.detach().cpu().double()))
 
     def divergence(self) -> Tensor:
@@ -58,12 +58,12 @@ class Gate(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Let eval mode see the parameters of this moment."""
+        """Use the current parameters in eval mode."""
         expected = self.expected()
         self.average.copy_(torch.where(expected > self.threshold, expected, 0.0))
 
     def draw(self, examples: int | None) -> Tensor:
-        """Masks of a batch, one row an example, or one for all; differentiable."""
+        """Masks of a batch, one row an example, or one row for all; differentiable."""
         a, b = _concentrations(self.raw)
         log_pi = sample_log_pi(a, b)
         draws = common(a[None]) if examples is None else uniform(a.new_empty(examples, len(a)))
@@ -77,8 +77,8 @@ class Gate(nn.Module):
         scale = (self.second / (1 - 0.999**step)).sqrt() + 1e-8
         return self.first / (1 - 0.9**step) / scale
 
-    def hang(self, module: nn.Module) -> RemovableHandle:
-        """Multiply what goes through a module by the masks, until the handle is removed."""
+    def register(self, module: nn.Module) -> RemovableHandle:
+        """Multiply a module's outputs or inputs by the masks, until the handle is removed."""
         if self.dimensions:
             return module.register_forward_hook(self.after)
         return module.register_forward_pre_hook(self.before)
@@ -99,7 +99,7 @@ class Gate(nn.Module):
         if self.record is not None:
             self.record.append(z)
             z = z.detach()
-        # One mask an example: a sequence or an image has the same at every place.
+        # One mask an example, the same at every position of a sequence or an image.
         shape = [len(z), *[1] * (axis - 1), -1] if axis else [-1]
         return x * z.to(x.dtype).view(*shape, *[1] * self.dimensions)
 

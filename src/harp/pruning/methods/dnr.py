@@ -1,4 +1,4 @@
-"""DNR: train sparse from scratch, rewire by momentum. Reconstructed from the publication: its code is not public.
+"""DNR: train sparse from scratch, rewire by momentum. Reconstructed from the paper: the code is not public.
 
 Kundu, Nazemi, Beerel, Pedram: "DNR: A Tunable Robust Pruning Framework Through Dynamic Network Rewiring of DNNs",
 ASP-DAC 2021. The rewiring is that of Dettmers, Zettlemoyer: "Sparse Networks from Scratch: Faster Training without
@@ -14,42 +14,40 @@ Losing Performance", 2019 (sparse momentum), driven by a loss that mixes clean a
 The gradients of weights outside the masks reach the optimiser, so that its momentum knows what they would be good for;
 the weights themselves are zeroed after every step.
 
-Filled in where the publication's text leaves room: z is w without what the next rewiring would drop, found afresh at
-every step, so that the pull prepares what goes; ρ falls as p does. L_robust is the objective of the training.
+Our choices where the paper leaves room: z is w without the weights that the next rewiring would drop, computed at
+every step, so that the pull prepares for it; ρ falls as p does. L_robust is the objective of the training.
 
 Departures from sparse momentum's code:
 - the number of weights is exact after every epoch: theirs rounds up in each layer and corrects the error by a running
   average;
-- what does not fit into a layer (99 % of its free positions, or its limit) goes to the others in proportion to their
-  shares instead of in equal parts; where all are too full for that, the budget comes before the 99 %;
+- weights that do not fit into a layer (99 % of its free positions, or its limit) go to the others in proportion to
+  their shares instead of in equal parts; where all are too full for that, the budget comes before the 99 %;
 - a layer that is nearly dense drops as the others do (theirs lowers p there);
 - a weight that is dropped and regrown at once starts from zero as the others do (theirs keeps its value);
 - p ends at 0 instead of 0.005, and then nothing moves: theirs leaves out the last epoch's rewiring;
 - with Adam the momentum is the mean of the gradients, not divided by their root mean square.
 
-Masks move before an epoch is validated, so that early epochs are judged without what they have just dropped.
+Masks change before an epoch is validated, so early epochs are validated without the weights that they just dropped.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.errors import RecipeError
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
 from harp.pruning.masks import top_k
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, random_masks
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, check_option, random_masks
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.schedules import cosine
 from harp.pruning.units import Units
 
 
 class Dnr(Dynamic):
-    """DNR: train sparse under a hybrid loss, rewire by momentum; reconstructed from the publication.
+    """DNR: train sparse under a hybrid loss, rewire by momentum; reconstructed from the paper.
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
@@ -57,12 +55,11 @@ class Dnr(Dynamic):
         strategy: how many weights each layer has at first.
         prune_rate: the share of each layer's weights that the first rewirings move; it falls to 0 over the training.
         clean_weight: the share of the clean images' cross entropy in the loss.
-        pull: how hard the weights that are about to be dropped are pulled to zero at first; 0: not at all.
-        seed: of what is drawn at random.
+        pull: how hard the weights that the next rewiring drops are pulled to zero at first; 0: not at all.
+        seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Dnr(units, keep=0.1)
+        pruner = harp.Dnr(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -76,8 +73,8 @@ class Dnr(Dynamic):
     )
     taxonomy = Taxonomy(Criterion.SCORE, Locality.GLOBAL)
     granular = True
-    # HARP's comparison: 200 epochs. The training code is not public: that the rate falls in steps is from memory, where
-    # is our guess.
+    # HARP's comparison: 200 epochs. The training code is not public: steps of the rate are from memory, their places
+    # our guess.
     layout = Layout(prune=Phase(200, lr=0.1, schedule="steps"))
     remembered = (*Dynamic.remembered, "epoch")
 
@@ -91,27 +88,30 @@ class Dnr(Dynamic):
         pull: float = 1e-4,
         seed: int = 0,
     ) -> None:
-        if not 0 <= prune_rate < 1:
-            raise RecipeError(f"prune_rate {prune_rate:.6g}: give a share from 0 (= masks stay) to below 1")
-        if not 0 <= clean_weight <= 1:
-            raise RecipeError(f"clean_weight {clean_weight:.6g}: give a share from 0 to 1")
-        if not 0 <= pull < math.inf:
-            raise RecipeError(f"pull {pull:.6g}: give a small positive number, like 0.0001, or 0 for none")
+        check_option(0 <= prune_rate < 1, "prune_rate", prune_rate, "give a share from 0 (= masks stay) to below 1")
+        check_option(0 <= clean_weight <= 1, "clean_weight", clean_weight, "give a share from 0 to 1")
+        check_option(0 <= pull < math.inf, "pull", pull, "give a small positive number, like 0.0001, or 0 for none")
         counts = allocate(strategy, units, units.total(keep))
         super().__init__(units, random_masks(units, counts, seed), seed)
         self.prune_rate, self.clean_weight, self.pull = prune_rate, clean_weight, pull
-        self._trained_before = strategy in READS_WEIGHTS
+        self._from_trained = strategy in READS_WEIGHTS
         self.epoch = 0
         self._epochs: int | None = None
 
     def wrap(self, objective: Loss) -> Loss:
         """The objective, mixed with the cross entropy of the clean images."""
-        return Hybrid(objective, self.clean_weight) if self.clean_weight else objective
+
+        def hybrid(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+            robust = objective(model, x, y, forward=forward)
+            clean = F.cross_entropy((forward or model)(x), y)
+            return self.clean_weight * clean + (1 - self.clean_weight) * robust
+
+        return hybrid if self.clean_weight else objective
 
     def start(self, plan: Plan | None = None) -> None:
-        """Learn how long the training is; zero what is outside the masks."""
+        """Take the length of the training; zero the weights outside the masks."""
         self._epochs = None if plan is None else plan.epochs
-        if self._trained_before:  # rates that are read off weights were read off trained ones
+        if self._from_trained:  # the strategy has used trained weights
             self.reset()
         super().start(plan)
 
@@ -122,7 +122,7 @@ class Dnr(Dynamic):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Leave the gradients dense, and add that of the pull on what the next rewiring would drop."""
+        """Leave the gradients dense, and add the pull on the weights that the next rewiring would drop."""
         strength = self.pull * self._decay
         if strength and self.rate:
             for weight, kept in zip(self.units.weights, self._without_smallest(), strict=True):
@@ -132,25 +132,22 @@ class Dnr(Dynamic):
     @torch.no_grad()
     def after_epoch(self) -> None:
         """Drop the smallest weights of each layer, and regrow as many where the momentum is largest."""
-        names, old = self.units.names, self.masks()
+        old, kept = self.layer_buffers("mask"), self._without_smallest()
         momenta = [self.momentum(weight).abs() for weight in self.units.weights]
-        shares = [float(momentum[old[name]].float().mean()) for name, momentum in zip(names, momenta, strict=True)]
-        kept = self._without_smallest()
-        dropped = [
-            int(old[name].count_nonzero() - mask.count_nonzero()) for name, mask in zip(names, kept, strict=True)
-        ]
-        # Before the first step there is no momentum to go by: each layer gets back what it lost.
+        shares = [float(momentum[mask].float().mean()) for mask, momentum in zip(old, momenta, strict=True)]
+        dropped = [int(mask.count_nonzero() - rest.count_nonzero()) for mask, rest in zip(old, kept, strict=True)]
+        # Before the first step there is no momentum: each layer gets back what it lost.
         grown = spread(sum(dropped), shares if any(shares) else dropped, self._room(kept, sum(dropped)))
-        self.write(dict(zip(names, kept, strict=True)))  # what comes back at once starts from zero too
-        layers = zip(names, kept, momenta, grown, strict=True)
-        self.move({name: mask | top_k(momentum.masked_fill(mask, -1.0), n) for name, mask, momentum, n in layers})
+        self.write(self.by_name(kept))  # a weight that comes back at once starts from zero too
+        layers = zip(kept, momenta, grown, strict=True)
+        self.move(self.by_name(mask | top_k(momentum.masked_fill(mask, -1.0), n) for mask, momentum, n in layers))
         self.epoch += 1
 
     @torch.no_grad()
     def move(self, masks: Mapping[str, Tensor]) -> None:
-        """Put other masks in force. The optimiser forgets nothing: a dense momentum is what the method goes by."""
-        for i, name in enumerate(self.units.names):
-            self.get_buffer(f"mask{i}").copy_(masks[name])
+        """Change the masks. The optimiser forgets nothing: the method needs a dense momentum."""
+        for name, mask in self.current().items():
+            mask.copy_(masks[name])
         self.write(self.masks())
 
     def metrics(self) -> dict[str, float]:
@@ -162,13 +159,10 @@ class Dnr(Dynamic):
         return 1.0 if self._epochs is None else cosine(min(1.0, (self.epoch + 1) / max(1, self._epochs)))
 
     def _without_smallest(self) -> list[Tensor]:
-        """The masks that the next rewiring leaves before it regrows: at least the layer's minimum, so none empties."""
-        rest = []
-        for weight, mask, low in zip(self.units.weights, self.masks().values(), self.units.lower, strict=True):
-            active = int(mask.count_nonzero())
-            count = max(low, active - math.ceil(self.rate * active - 1e-9))
-            rest.append(top_k(weight.detach().abs().masked_fill(~mask, -1.0), count))
-        return rest
+        """The masks that the next rewiring leaves before it regrows; no layer falls below its minimum."""
+        active = [int(mask.count_nonzero()) for mask in self.layer_buffers("mask")]
+        layers = zip(active, self.units.lower, strict=True)
+        return self.largest_live(max(low, n - math.ceil(self.rate * n - 1e-9)) for n, low in layers)
 
     def _room(self, kept: list[Tensor], amount: int) -> list[int]:
         """How many weights each layer may regrow."""
@@ -179,34 +173,20 @@ class Dnr(Dynamic):
         return room if sum(room) >= amount else limits
 
 
-@dataclass(frozen=True)
-class Hybrid:
-    """An objective mixed with the cross entropy of the clean images."""
-
-    objective: Loss
-    clean_weight: float
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        robust = self.objective(model, x, y, forward=forward)
-        clean = F.cross_entropy((forward or model)(x), y)
-        return self.clean_weight * clean + (1 - self.clean_weight) * robust
-
-
 def spread(amount: int, shares: Sequence[float], room: Sequence[int]) -> list[int]:
-    """Whole numbers in proportion to shares that sum to the amount; what exceeds a room goes to the others."""
+    """Whole numbers in proportion to shares that sum to the amount; the excess over a room goes to the others."""
     given, unfilled, full = [0] * len(room), set(range(len(room))), {-1}
     while full:
         left = amount - sum(given)
         whole = sum(shares[i] for i in unfilled)
-        wish = {i: left * (shares[i] / whole) if whole else left / len(unfilled) for i in unfilled}
-        full = {i for i in unfilled if wish[i] >= room[i]}
+        exact = {i: left * (shares[i] / whole) if whole else left / len(unfilled) for i in unfilled}
+        full = {i for i in unfilled if exact[i] >= room[i]}
         unfilled -= full
         for i in full:
             given[i] = room[i]
     for i in unfilled:
-        given[i] = int(wish[i])
-    by_remainder = sorted(unfilled, key=lambda i: (int(wish[i]) - wish[i], i))
+        given[i] = int(exact[i])
+    by_remainder = sorted(unfilled, key=lambda i: (int(exact[i]) - exact[i], i))
     for i in by_remainder[: amount - sum(given)]:
         given[i] += 1
     return given

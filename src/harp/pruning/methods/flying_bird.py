@@ -11,36 +11,33 @@ Efficient Training", ICLR 2022.
                  rose in at least half of the last four epochs, and
                  grows 5 % more if validation got worse in at least half of them
 
-What was just dropped may be drawn again, as in sparse evolutionary training; then it keeps its value.
+A weight that was just dropped may be drawn again, as in sparse evolutionary training; then it keeps its value.
 
 Departures from the authors' code:
-- counts are exact: theirs regrow each position with a probability, and the density wanders;
+- counts are exact: theirs regrow each position with a probability, so the density varies;
 - Δ is a share of the training's length where it is not given; nothing moves after the last step;
-- Flying Bird+ meets a budget. Theirs ends wherever its pruning and growing leads. Here a layer's live weights stay
-  between its part of the budget and `most` times that, the answer is the largest of them in each layer, and in the
-  last tenth of the training it alone is live;
+- Flying Bird+ meets a budget, which theirs does not have. A layer's live weights stay between its part of the budget
+  and `most` times that; the masks keep the largest of them, and only these live in the last tenth of the training;
 - validation gets worse if its accuracy falls (theirs: its loss rises), as accuracies are what a training records;
-- Flying Bird+ sees the last four epochs only once there are five; without validation it is Flying Bird.
+- Flying Bird+ acts on the last four epochs only once there are five; without validation it is Flying Bird.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from harp.errors import RecipeError
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
-from harp.pruning.masks import Masks, at_random, kept, top_k
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, random_masks
+from harp.pruning.masks import Masks, at_random, kept
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, check_option, random_masks
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.units import Units
 
-PAPER_STEPS = 200 * 352  # the training where none is known
+PAPER_STEPS = 200 * 352  # the length of a training that is not known
 PAPER_INTERVAL = 900
 LEAST_DEATH_RATE = 0.005
 SECOND_HALF = 4 / 3  # how much longer the intervals are
@@ -55,11 +52,10 @@ class FlyingBird(Dynamic):
         strategy: how many weights each layer keeps.
         death_rate: the share of a layer's weights that the first move drops; it falls along half a cosine.
         interval: optimiser steps between moves, a third more in the second half; None: 900 of 70 400, scaled.
-        seed: of what is drawn at random.
+        seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.FlyingBird(units, keep=0.1)
+        pruner = harp.FlyingBird(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -86,17 +82,16 @@ class FlyingBird(Dynamic):
         interval: int | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 <= death_rate < 1:
-            raise RecipeError(f"death_rate {death_rate:.6g}: give a share from 0 (= masks stay) to below 1")
-        if interval is not None and interval < 1:
-            raise RecipeError(f"interval {interval}: give at least 1 step, or none to pace it by the training")
+        check_option(0 <= death_rate < 1, "death_rate", death_rate, "give a share from 0 (= masks stay) to below 1")
+        valid = interval is None or interval >= 1
+        check_option(valid, "interval", interval, "give at least 1 step, or none to scale the paper's")
         counts = allocate(strategy, units, units.total(keep))
         super().__init__(units, random_masks(units, counts, seed), seed)
         self.counts = counts
         self.death_rate, self.interval = death_rate, interval
-        self.step = self.moved = 0  # steps taken, and how many of them when the masks last moved
+        self.step = self.moved = 0  # the steps so far, now and when the masks last moved
         self._length = PAPER_STEPS
-        self._trained_before = strategy in READS_WEIGHTS
+        self._from_trained = strategy in READS_WEIGHTS
 
     @property
     def progress(self) -> float:
@@ -110,14 +105,14 @@ class FlyingBird(Dynamic):
         return least + (self.death_rate - least) * (1 + math.cos(math.pi * self.progress)) / 2
 
     def start(self, plan: Plan | None = None) -> None:
-        """Learn how long the training is; zero what is outside the masks."""
+        """Take the length of the training; zero the weights outside the masks."""
         self._length = PAPER_STEPS if plan is None else plan.epochs * plan.steps
-        if self._trained_before:  # rates that are read off weights were read off trained ones
+        if self._from_trained:  # the strategy has used trained weights
             self.reset()
         self.write(self.current())
 
     def after_step(self) -> None:
-        """Zero what is outside the masks, and move them if it is time."""
+        """Zero the weights outside the masks, and move the masks if it is time."""
         self.step += 1
         self.write(self.current())
         if self.step - self.moved >= self._interval() and self.step < self._length and self.death_rate:
@@ -134,15 +129,13 @@ class FlyingBird(Dynamic):
 
     @torch.no_grad()
     def _rewire(self) -> None:
-        masks, generator = self.current(), self.generator()
-        counts = [int(mask.count_nonzero()) for mask in masks.values()]
-        layers = zip(self.units.weights, masks.items(), counts, self.targets(counts), strict=True)
-        moved = {}
-        for weight, (name, mask), count, target in layers:
-            rest = min(target, count - math.ceil(self.death * count - 1e-9))
-            stay = top_k(weight.detach().abs().masked_fill(~mask, -1.0), rest)
-            moved[name] = stay | at_random(~stay, target - rest, generator)
-        self.move(moved)
+        generator = self.generator()
+        counts = [int(mask.count_nonzero()) for mask in self.layer_buffers("mask")]
+        targets = self.targets(counts)
+        pairs = zip(counts, targets, strict=True)
+        rests = [min(target, count - math.ceil(self.death * count - 1e-9)) for count, target in pairs]
+        layers = zip(self.largest_live(rests), targets, rests, strict=True)
+        self.move(self.by_name(stay | at_random(~stay, target - rest, generator) for stay, target, rest in layers))
 
     def _interval(self) -> int:
         first = self.interval or self._length * PAPER_INTERVAL / PAPER_STEPS
@@ -159,12 +152,11 @@ class FlyingBirdPlus(FlyingBird):
         prune_ratio: how much more a move drops, relative to what it drops anyway.
         growth_ratio: how much more a move regrows, relative to what it drops.
         most: the most live weights of a layer, relative to what it keeps in the end.
-        window: the epochs that are looked back at.
-        seed: of what is drawn at random.
+        window: the number of past epochs that decide.
+        seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.FlyingBirdPlus(units, keep=0.1)
+        pruner = harp.FlyingBirdPlus(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -185,29 +177,43 @@ class FlyingBirdPlus(FlyingBird):
         window: int = 4,
         seed: int = 0,
     ) -> None:
-        if not 0 <= prune_ratio <= 1:
-            raise RecipeError(f"prune_ratio {prune_ratio:.6g}: give a share from 0 to 1")
-        if not 0 <= growth_ratio < math.inf:
-            raise RecipeError(f"growth_ratio {growth_ratio:.6g}: give a positive number, like 0.05, or 0 for none")
-        if not 1 <= most < math.inf:
-            raise RecipeError(f"most {most:.6g}: give a factor of at least 1 (= never more than the budget)")
-        if window < 1:
-            raise RecipeError(f"window {window}: give at least 1 epoch")
+        check_option(0 <= prune_ratio <= 1, "prune_ratio", prune_ratio, "give a share from 0 to 1")
+        valid = 0 <= growth_ratio < math.inf
+        check_option(valid, "growth_ratio", growth_ratio, "give a positive number, like 0.05, or 0 for none")
+        check_option(1 <= most < math.inf, "most", most, "give a factor of at least 1 (= never more than the budget)")
+        check_option(window >= 1, "window", window, "give at least 1 epoch")
         super().__init__(units, keep, strategy, death_rate, interval, seed)
         self.prune_ratio, self.growth_ratio, self.most, self.window = prune_ratio, growth_ratio, most, window
         self.gaps: list[float] = []
         self.validated: list[float] = []
-        # Right answers and all answers of the epoch's training.
+        # The training images of this epoch: those classified correctly, and all.
         self.register_buffer("answers", torch.zeros(2, dtype=torch.int64, device=units.weights[0].device))
 
     def wrap(self, objective: Loss) -> Loss:
-        """The objective, its right answers counted on the way."""
-        return Counted(objective, self)
+        """The objective; the correct answers of its last forward pass, on the attacked images, are counted."""
+
+        def counting(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+            last: list[Tensor] = []
+
+            def recording(images: Tensor) -> Tensor:
+                logits = (forward or model)(images)
+                last[:] = [logits.detach()]
+                return logits
+
+            loss = objective(model, x, y, forward=recording)
+            for logits in last:
+                right = (logits.argmax(1) == y).sum()
+                self.answers += torch.stack([right, torch.full_like(right, len(y))])
+            return loss
+
+        return counting
 
     def observe(self, record: Mapping[str, Any]) -> None:
-        """See how far training and validation are apart."""
+        """Note the gap between the accuracies of training and validation."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(self.answers)  # each rank saw its part, and all must decide alike
+            torch.distributed.all_reduce(
+                self.answers
+            )  # each rank has a part of the images, and all must decide the same
         right, seen = self.answers.tolist()
         self.answers.zero_()
         validated = record.get("robust", record.get("natural"))
@@ -216,7 +222,7 @@ class FlyingBirdPlus(FlyingBird):
             self.validated = [*self.validated, validated][-self.window - 1 :]
 
     def targets(self, counts: Sequence[int]) -> list[int]:
-        """Fewer while the gap widens and more while validation gets worse, between the budget and its bound."""
+        """Fewer while the gap widens, more while validation gets worse, between the budget and `most` times it."""
         acting = self.progress >= 0.5
         prune = self.prune_ratio if acting and self._mostly_rose(self.gaps) else 0.0
         grow = self.growth_ratio if acting and self._mostly_rose([-value for value in self.validated]) else 0.0
@@ -229,16 +235,15 @@ class FlyingBirdPlus(FlyingBird):
 
     def masks(self) -> Masks:
         """The largest live weights of each layer, at its part of the budget."""
-        layers = zip(self.current().items(), self.units.weights, self.counts, strict=True)
-        return {n: top_k(w.detach().abs().masked_fill(~mask, -1.0), count) for (n, mask), w, count in layers}
+        return self.by_name(self.largest_live(self.counts))
 
     @property
     def ready(self) -> bool:
-        """Whether no more than the budget lives."""
+        """Whether the live weights are exactly the budget."""
         return kept(self.current()) == self.total
 
     def after_step(self) -> None:
-        """As Flying Bird; in the last tenth of the training only the answer lives."""
+        """As Flying Bird; in the last tenth of the training only the final masks live."""
         super().after_step()
         if self._closing and not self.ready:
             self.move(self.masks())
@@ -255,33 +260,3 @@ class FlyingBirdPlus(FlyingBird):
         """Whether at least half of the last epochs' values are above those of the epochs before them."""
         rises = sum(later > earlier for earlier, later in pairwise(values))
         return len(values) > self.window and 2 * rises >= self.window
-
-
-@dataclass(frozen=True)
-class Counted:
-    """An objective that counts the right answers of the loss pass: at its last forward call, the attacked images."""
-
-    objective: Loss
-    pruner: FlyingBirdPlus
-
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The loss of a batch."""
-        answering = _Answering(forward or model)
-        loss = self.objective(model, x, y, forward=answering)
-        if answering.logits is not None:
-            right = (answering.logits.argmax(1) == y).sum()
-            self.pruner.answers += torch.stack([right, torch.full_like(right, len(y))])
-        return loss
-
-
-class _Answering:
-    """A forward pass that remembers its last answer."""
-
-    def __init__(self, forward: Logits) -> None:
-        self.forward = forward
-        self.logits: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        answer = self.forward(x)
-        self.logits = answer.detach()
-        return answer

@@ -2,18 +2,18 @@
 
 Sehwag, Wang, Mittal, Jana: "HYDRA: Pruning Adversarially Robust Neural Networks", NeurIPS 2020.
 
-Every weight w has a score s; a layer keeps the k weights of largest |s| (M = mask, ŵ = w·M). Straight-through:
+Every weight w has a score s; a layer keeps the k weights of largest |s| (mask M, ŵ = w·M). Straight-through:
 
     ∂L/∂s = ∂L/∂ŵ · w · sign(s)          for kept and pruned weights alike
     s₀ = sqrt(6 / fan-in) · w / max|w|    so that the first mask is the magnitude mask
 
-A unit that masks more than one weight, a channel, has one score: its gradient is the sum over what it masks, and the l1
-norm of that takes the place of |w| in s₀.
+A unit that masks several weights, such as a channel, has one score: its gradient is the sum over these weights, and
+their l1 norm takes the place of |w| in s₀.
 
 Departures from the authors' code: a layer's count comes from an exact integer allocation instead of ceil(rate · n),
-so that the whole network meets its budget to the weight; masks are found once per optimiser step instead of in every
-forward pass (scores do not change in between); the loss is whatever objective the training uses. `sharpness` is the
-radius of S2AP, a later paper's addition: see `s2ap.py`; 0 is HYDRA as published.
+so that the whole network meets its budget exactly; masks are computed once per optimiser step instead of in every
+forward pass (scores do not change in between); the loss is the objective of the training. `sharpness` is the radius of
+S2AP, the addition of a later paper: see `s2ap.py`; 0 is HYDRA as published.
 """
 
 import math
@@ -22,11 +22,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from harp.errors import RecipeError
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Latent, Loss, ParameterGroup, largest
-from harp.pruning.methods.s2ap import SharpnessAware
+from harp.pruning.methods.base import Latent, Loss, ParameterGroup, check_option, largest
+from harp.pruning.methods.s2ap import sharpness_aware
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -41,8 +40,7 @@ class Hydra(Latent):
         sharpness: the radius of S2AP; 0 is HYDRA as published.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Hydra(units, keep=0.1, strategy="lamp")
+        pruner = harp.Hydra(harp.Weights(model), keep=0.1, strategy="lamp")
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -65,10 +63,9 @@ class Hydra(Latent):
         self.scores = nn.ParameterList(nn.Parameter(score) for score in initial_scores(units))
         self.sharpness = sharpness
         self._unperturbed: list[Tensor] = []
-        if not 0 <= sharpness < math.inf:
-            raise RecipeError(f"sharpness {sharpness:.6g}: give S2AP's radius, like 0.01, or 0 for none")
-        if sharpness and not self.learned_scores():
-            raise RecipeError(f"sharpness {sharpness:.6g}: {type(self).__name__} learns no scores that it could act on")
+        check_option(0 <= sharpness < math.inf, "sharpness", sharpness, "give S2AP's radius, like 0.01, or 0 for none")
+        usable = not sharpness or bool(self.learned_scores())
+        check_option(usable, "sharpness", sharpness, f"{type(self).__name__} learns no scores, so give 0")
 
     def learned_scores(self) -> list[nn.Parameter]:
         """The scores that are learned: all."""
@@ -80,12 +77,7 @@ class Hydra(Latent):
 
     def wrap(self, objective: Loss) -> Loss:
         """With S2AP, the loss at the worst scores near the current ones."""
-        return SharpnessAware(self, objective) if self.sharpness else objective
-
-    @property
-    def prunable(self) -> list[nn.Parameter]:
-        """The weights."""
-        return self.units.weights
+        return sharpness_aware(objective, self.units, self.perturb) if self.sharpness else objective
 
     @torch.no_grad()
     def perturb(self, gradients: list[Tensor | None]) -> None:
@@ -101,14 +93,15 @@ class Hydra(Latent):
         self.write(self.current())
 
     def after_backward(self) -> None:
-        """Pull the gradients back where they were taken, then leave the perturbed scores."""
+        """Pull the gradients back at the perturbed scores, then restore the scores."""
         super().after_backward()
         self._restore()
 
     @torch.no_grad()
     def _restore(self) -> None:
-        for score, value in zip(self.scores, self._unperturbed, strict=bool(self._unperturbed)):
-            score.copy_(value)
+        if self._unperturbed:
+            for score, value in zip(self.scores, self._unperturbed, strict=True):
+                score.copy_(value)
         self._unperturbed = []
 
     def current(self) -> Masks:
@@ -116,7 +109,7 @@ class Hydra(Latent):
         return self.top(self.counts)
 
     def masks(self) -> Masks:
-        """The same: the counts are exact at every moment."""
+        """The same: the counts are always exact."""
         return self.current()
 
     def pull(self, gradients: list[Tensor | None]) -> None:
@@ -124,16 +117,20 @@ class Hydra(Latent):
         for score, gradient in zip(self.scores, gradients, strict=True):
             score.grad = None if gradient is None else gradient.mul_(score.detach().sign())
 
+    def strengths(self) -> list[Tensor]:
+        """|s|, by which units are chosen."""
+        return [score.detach().abs() for score in self.scores]
+
     def top(self, counts: list[int]) -> Masks:
-        """Mask each layer by its `count` largest |s|."""
-        return largest(self.units, [score.detach().abs() for score in self.scores], counts)
+        """The masks of so many units of largest |s| in each layer."""
+        return largest(self.units, self.strengths(), counts)
 
 
 @torch.no_grad()
 def initial_scores(units: Units) -> list[Tensor]:
-    """Scores in proportion to the units' strengths, scaled by fan-in (HYDRA's equation for scaled initialisation).
+    """HYDRA's scaled initialisation: scores in proportion to the units' strengths.
 
-    Their signs are those of the weights (of the sum of a unit's weights); what is kept does not depend on them.
+    Their signs are those of the weights (of the sum of a unit's weights); the masks do not depend on them.
     """
     scores = []
     signed = units.gather([weight.detach() for weight in units.weights])

@@ -1,28 +1,28 @@
-"""MAD: keep the weights through which the adversarial damage goes.
+"""MAD: keep the weights that matter for the damage of an attack.
 
 Lee, Kim, Ro: "Masking Adversarial Damage: Finding Adversarial Saliency for Robust and Sparse Network", CVPR 2022.
 
-The weights stand still. For every batch, soft masks m = softplus(u) are optimised that take the attack's damage away,
+The weights are frozen. For every batch, soft masks m = softplus(u) are optimised that undo the attack's damage,
 
     min_u CE(f_{W⊙m}(x'), y)      20 steps of Adam from m = 1, m in [10⁻⁴, 1]
 
-and the damage D = W ⊙ (1 − m) is measured by the second-order change of the loss that it stands for, with the block
-K-FAC factors of the masked network on the true labels (see `harp.pruning.methods._kfac`):
+and the damage D = W ⊙ (1 − m) is measured by the second-order change of the loss that it causes, with the block K-FAC
+factors of the masked network on the true labels (see `_kfac.py`):
 
     saliency_ij = ½ G_ii D_ij (D A)_ij       averaged over the batches
 
-The weights of lowest saliency go: over all layers at once, save for the last linear one, which loses the same share
-of each of its rows (classes) as the whole network loses. With that the network is fine-tuned by MART's loss with a
-factor of ½ before its divergence.
+The weights of lowest saliency are pruned: over all layers at once, except for the last linear one, which loses the same
+share of each of its rows (classes) as the whole network. Then the network is fine-tuned by MART's loss with a factor of
+½ before its divergence.
 
-A saliency may be negative: those go first. A weight whose masks never left 1 has a saliency of exactly 0, and these
-are many: among equal ones the larger |W| stays. So before any batch was seen, the answer is that of the magnitudes.
+Negative saliencies are pruned first. Many weights have a saliency of exactly 0, as their masks stayed at 1: among equal
+ones the larger |W| stays. So before the first batch, the masks are those of the magnitudes.
 
 Departures from the authors' code: ties are broken by |W| instead of by the sort, and counted; the counts are integers
-that meet the budget to the weight, so rows may differ by one; biases are neither masked nor pruned, as in every other
-method here, so nothing is left of the columns that stand for them; the factors are applied without forming them, layer
-by layer, and cover groups, dilation and transposition; weights without factors use the diagonal of the Fisher matrix;
-the last linear layer is the only one treated by rows, where the authors' networks have no other.
+that meet the budget exactly, so rows may differ by one; biases are neither masked nor pruned, as in every other method
+here, so the factors have no columns for them; the factors are applied without forming them, layer by layer, and cover
+groups, dilation and transposition; weights without factors use the diagonal of the Fisher matrix; the last linear layer
+is the only one treated by rows (the authors' networks have no other).
 """
 
 import logging
@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from harp.attacks import Attack
-from harp.errors import ModelError, RecipeError
+from harp.errors import ModelError
 from harp.models.modes import Logits, evaluating
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks, top_k
 from harp.pruning.methods._kfac import fisher_products
-from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner
+from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner, check_option
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.rounding import best, flat
 from harp.pruning.units import Units
@@ -60,11 +60,10 @@ class Mad(Pruner):
         keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many weights each layer keeps; None: all layers compete, the last linear one keeps its share.
         mask_steps, mask_lr: the optimisation of a batch's soft masks.
-        batches: how many batches to measure; None: all that come.
+        batches: how many batches to measure; None: all.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Mad(units, keep=0.1, mask_steps=2)
+        pruner = harp.Mad(harp.Weights(model), keep=0.1, mask_steps=2)
         harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
     """
 
@@ -80,9 +79,9 @@ class Mad(Pruner):
     passes = 1
     granular = True
     finetuning: ClassVar[Mapping[str, Any]] = {"name": "mart", "beta": 0.5}
-    # The authors' code: 60 epochs from 0.1 on either side, a tenth at 50 % and 75 %, decay 2e-4, steps of 0.0069.
-    # HARP's table says 60/20/60, where 20 are the steps of a batch's masks (`mask_steps`): the pass over the data is
-    # one. The authors' 200 natural epochs before all this are left out, as in that table. Their ε is 0.03; here it is
+    # The authors' code: 60 epochs from 0.1 before and after, a tenth at 50 % and 75 %, decay 2e-4, steps of 0.0069.
+    # HARP's table says 60/20/60, where 20 are the steps of a batch's masks (`mask_steps`): there is one pass over the
+    # data. The authors' 200 natural epochs before all this are left out, as in that table. Their ε is 0.03; here it is
     # the recipe's, and the step is in proportion to it: 0.0069 at 8/255.
     layout = Layout(
         pretrain=Phase(60, lr=0.1, weight_decay=2e-4, schedule="steps"),
@@ -102,12 +101,9 @@ class Mad(Pruner):
         mask_lr: float = 0.1,
         batches: int | None = None,
     ) -> None:
-        if mask_steps < 1:
-            raise RecipeError(f"mask_steps {mask_steps}: give at least 1")
-        if not 0 < mask_lr < math.inf:
-            raise RecipeError(f"mask_lr {mask_lr:g}: give a number above 0")
-        if batches is not None and batches < 1:
-            raise RecipeError(f"batches {batches}: give at least 1, or none for all")
+        check_option(mask_steps >= 1, "mask_steps", mask_steps, "give at least 1")
+        check_option(0 < mask_lr < math.inf, "mask_lr", mask_lr, "give a number above 0")
+        check_option(batches is None or batches >= 1, "batches", batches, "give at least 1, or none for all")
         super().__init__(units, units.total(keep))
         self.mask_steps, self.mask_lr, self.batches = mask_steps, mask_lr, batches
         self.head = _last_linear(units)
@@ -115,29 +111,31 @@ class Mad(Pruner):
             self.lower, self.upper = _limits(units, self.total, keep, self.head)
         else:
             self.lower = self.upper = allocate(strategy, units, self.total)
-        # Parameters, because the loop averages their gradients over ranks: a batch's measurement travels as one.
+        # Parameters, so that the loop averages a batch's measurement, stored as their gradient, over the ranks.
         self.saliency = nn.ParameterList(nn.Parameter(_zeros_like(w), requires_grad=False) for w in units.weights)
         self.loss = nn.Parameter(torch.zeros(()), requires_grad=False)
         self.seen = 0
         self._samples = 0
 
     def wrap(self, objective: Loss) -> Loss:
-        """Measure on the images that the objective attacks; its loss is not asked for."""
+        """Measure on the images that the objective attacks; its loss is not used."""
         if not isinstance(objective, AttackingLoss):
-            raise ModelError("MAD needs an objective with an `attack`, and this loss has none: use harp.fit with such")
+            raise ModelError(
+                "MAD needs an objective with an `attack`: use harp.fit with one, such as harp.PgdTraining()"
+            )
         return partial(self._measure, objective.attack)
 
     def trainable(self) -> list[ParameterGroup]:
-        """What is measured: without a gradient at the step, so that no optimiser moves it.
+        """The measurements, which have no gradient in the optimiser's step, so it does not move them.
 
-        The model's flags stay as they are, since data parallelism refuses a model that has nothing to train.
+        `requires_grad` of the model stays as it is, since data parallelism refuses a model with nothing to train.
         """
         return [{"params": list(self.parameters()), "weight_decay": 0.0}]
 
     def _measure(self, attack: Attack, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
-        """The adversarial loss of a batch; its saliencies become gradients, weighted by the number of samples."""
+        """The adversarial loss of a batch; its saliencies become gradients, weighted by the number of images."""
         if self.batches is not None and self.seen >= self.batches:
-            return self.loss.detach().clone()  # of the measured batches, so that the mean of the epoch stays theirs
+            return self.loss.detach().clone()  # of the measured batches, so that the epoch's mean is theirs
         x_adv = attack(model, x, y)
         weights = dict(zip(self.units.names, (w.detach() for w in self.units.weights), strict=True))
         with evaluating(model), torch.autocast(x.device.type, enabled=False):
@@ -154,7 +152,7 @@ class Mad(Pruner):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Take the batch into the running means, and leave the optimiser nothing to step by."""
+        """Add the batch to the running means, and leave the optimiser no gradient."""
         if self._samples:
             self.seen += 1
             for mean in self.parameters():
@@ -164,9 +162,9 @@ class Mad(Pruner):
             self._samples = 0
 
     def after_epoch(self) -> None:
-        """Say how far the saliency decides."""
-        ties, size = int(self.metrics()["ties"]), self.units.size
-        logger.info("MAD: %d of %d weights have a saliency of 0; among them |W| decides", ties, size)
+        """Log how many weights are ranked by |W|."""
+        ties = int(self.metrics()["ties"])
+        logger.info("MAD: %d of %d weights have a saliency of 0; among them |W| decides", ties, self.units.size)
 
     def metrics(self) -> dict[str, float]:
         """How many weights have a saliency of exactly 0."""
@@ -174,11 +172,11 @@ class Mad(Pruner):
 
     def masks(self) -> Masks:
         """The highest saliencies, the larger |W| among equal ones; the last linear layer row by row."""
-        scores = [order(*pair) for pair in zip(self.saliency, self.units.weights, strict=True)]
+        weights = self.units.weights
+        scores = [order(*pair) for pair in zip(self.saliency, weights, strict=True)]
         counts = best([flat(score) for score in scores], self.lower, self.upper, self.total)
         kept = [(by_rows if i == self.head else top_k)(scores[i], count) for i, count in enumerate(counts)]
-        layers = zip(self.units.names, self.units.weights, kept, strict=True)
-        return {name: mask.to(weight.device) for name, weight, mask in layers}
+        return self.by_name(mask.to(weight.device) for mask, weight in zip(kept, weights, strict=True))
 
 
 def soft_masks(
@@ -203,11 +201,11 @@ def soft_masks(
 
 
 def by_rows(scores: Tensor, count: int) -> Tensor:
-    """Mark `count` of a matrix's positive scores, the best of each row and equally many; what's left over: the best."""
-    each, left_over = divmod(count, len(scores))
-    place = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    following = torch.where(place == each, scores, -1.0)
-    return (place < each) | top_k(following, left_over)
+    """Mark `count` positive scores of a matrix: equally many of each row, its best, and the best of the next ones."""
+    per_row, remainder = divmod(count, len(scores))
+    rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    next_ones = torch.where(rank == per_row, scores, -1.0)
+    return (rank < per_row) | top_k(next_ones, remainder)
 
 
 def _masked(weight: Tensor, latent: Tensor) -> Tensor:
@@ -215,7 +213,7 @@ def _masked(weight: Tensor, latent: Tensor) -> Tensor:
 
 
 def removed(weight: Tensor, latent: Tensor) -> Tensor:
-    """W (1 - m), and exactly 0 where the mask is 1: softplus may be off by a rounding there."""
+    """W (1 - m), and exactly 0 where the mask is 1, in spite of the rounding of softplus."""
     return torch.where(latent >= latent.new_tensor(_ONE), 0.0, weight * (1 - F.softplus(latent)))
 
 
@@ -225,7 +223,7 @@ def _add_gradient(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _zeros_like(weight: Tensor) -> Tensor:
-    """Of at least single precision: means over many batches."""
+    """Zeros of at least single precision, for means over many batches."""
     return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
@@ -235,7 +233,7 @@ def _last_linear(units: Units) -> int | None:
 
 
 def _limits(units: Units, total: int, keep: float, head: int | None) -> tuple[list[int], list[int]]:
-    """The units' limits, and for the last linear layer its share alone, as near as the limits of all others allow."""
+    """The units' limits; the last linear layer keeps exactly its share, as near as the limits of the others allow."""
     lower, upper = list(units.lower), list(units.upper)
     if head is not None:
         least = max(lower[head], total - sum(upper) + upper[head])
@@ -247,12 +245,12 @@ def _limits(units: Units, total: int, keep: float, head: int | None) -> tuple[li
 def order(saliency: Tensor, weight: Tensor) -> Tensor:
     """One number a weight that sorts as (saliency, |W|) does: the bits of both, side by side.
 
-    The bits of positive floats sort as the floats do, those of negative ones the other way round. 32 bits of saliency
-    and 31 of |W| are then those of a positive double, which is finite as long as both are. So a threshold can be
-    selected; sorting millions of weights by two keys takes several times as long.
+    The bits of positive floats sort as the floats do, those of negative ones in reverse. 32 bits of saliency and 31 of
+    |W| are then those of a positive double, which is finite if both are. So a threshold can be selected, which is
+    several times faster than sorting millions of weights by two keys.
     """
     if not saliency.isfinite().all():
         raise ModelError("a saliency is not finite: the network has diverged or its weights are damaged")
-    first = (saliency.detach().cpu().float() + 0.0).view(torch.int32).long()  # + 0.0: there is one zero only
+    first = (saliency.detach().cpu().float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
     second = weight.detach().cpu().float().abs().view(torch.int32).long()
     return ((torch.where(first < 0, ~first, first + 2**31) << 31) | second).view(torch.float64)

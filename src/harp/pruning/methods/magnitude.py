@@ -1,16 +1,16 @@
 """Pruning by magnitude, once: the baselines of every pruning paper.
 
-Keep the largest units of each layer and fine-tune. How many a layer keeps is the methods' only difference: one rate
-for all (least weight magnitude, LWM), the largest weights of the whole network, or the rates of
+Keep the largest units of each layer and fine-tune. The methods differ only in how many a layer keeps: one rate for all
+(least weight magnitude, LWM), the largest weights of the whole network, or the rates of
 
     ERK    Evci et al., "Rigging the Lottery: Making All Tickets Winners", ICML 2020
     LAMP   Lee et al., "Layer-adaptive Sparsity for the Magnitude-based Pruning", ICLR 2021
 
-The magnitude of a unit that masks several weights, a channel, is their l1 norm (Li et al., "Pruning Filters for
-Efficient ConvNets", ICLR 2017); where the rates are read off the weights, both go by the l2 norm.
+The magnitude of a unit that masks several weights, such as a channel, is their l1 norm (Li et al., "Pruning Filters for
+Efficient ConvNets", ICLR 2017); with a strategy that depends on the weights, both use the l2 norm.
 
-Departures: LAMP's authors prune in rounds of 20 % with training in between, and ERK belongs to a sparse training; here
-both are one-shot rates on a trained network, as HARP's paper compares them.
+Departures: LAMP's authors prune in rounds of 20 % with training in between, and ERK is part of a sparse training; here
+a trained network is pruned once at their rates, as in HARP's comparison.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from harp.pruning.units import Units
 
 
 class Magnitude(Fixed):
-    """LWM: prune by magnitude at once, at a strategy's rates; trained further, the masks stay.
+    """LWM: prune by magnitude once, at a strategy's rates; the masks stay in further training.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
@@ -43,7 +43,7 @@ class Magnitude(Fixed):
         counts = allocate(strategy, units, total)
         order = 2 if strategy in READS_WEIGHTS else 1
         super().__init__(units, largest(units, units.strength(units.weights, order), counts))
-        self.total = total  # which the masks may not spend to the last
+        self.total = total  # the masks may cost a little less
 
 
 class GlobalMagnitude(Magnitude):

@@ -1,4 +1,4 @@
-"""Random masks: what any criterion must beat."""
+"""Random masks: the baseline of every criterion."""
 
 from collections.abc import Mapping
 
@@ -9,13 +9,13 @@ from harp.pruning.units import Units
 
 
 class Random(Fixed):
-    """Keep units drawn at random, at a strategy's rates; trained further, the masks stay.
+    """Keep random units, at a strategy's rates; the masks stay in further training.
 
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
         keep: the share of the budget's unit that is kept, above 0 and at most 1.
         strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
-        seed: of what is drawn at random.
+        seed: of the random numbers.
 
     Example:
         masks = harp.Random(harp.Weights(model), keep=0.1, seed=1).masks()
@@ -30,4 +30,4 @@ class Random(Fixed):
     ) -> None:
         total = units.total(keep)
         super().__init__(units, random_masks(units, allocate(strategy, units, total), seed), seed)
-        self.total = total  # which the masks may not spend to the last
+        self.total = total  # the masks may cost a little less

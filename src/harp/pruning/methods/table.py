@@ -1,8 +1,8 @@
 """The table of methods: the built-in ones, and those of other packages.
 
-A package offers a method by an entry point of the group `harp.methods`, whose name is the method's and whose object is
-a subclass of `harp.Pruner`. Entry points are read only when a name is not built in, or when all methods are listed.
-One that can't be used is left out with one warning.
+A package offers a method by an entry point of the group `harp.methods`: its name is that of the method, its object a
+subclass of `harp.Pruner`. Entry points are read only when a name is not built in, or when all methods are listed. One
+that can't be used is left out with one warning.
 """
 
 import inspect
@@ -54,29 +54,22 @@ class Methods(MutableMapping[str, type[Pruner]]):
         """Add the method that entry points of this name offer; warn once if it can't be used."""
         if not points or (name in self._rows and name not in self._built_in) or name in self._warned:
             return
-        method, problem = None, self._refusal(name, points)
-        if problem is None:
+        if name in self._built_in or name in _RESERVED:
+            problem = "HARP has a method of this name; give it another one"
+        elif len(points) > 1:
+            problem = "several packages have a method of this name; uninstall all but one"
+        elif not _NAME.fullmatch(name):
+            problem = "a name has letters, digits, '.', '+', '-' and '_' only"
+        else:
             try:
                 method = points[0].load()
-            except (Exception, SystemExit) as error:  # whatever another package does when it is imported
+            except (Exception, SystemExit) as error:  # the import of another package can raise anything
                 problem = " ".join(f"{type(error).__name__}: {error}".split())
             else:
-                if not (inspect.isclass(method) and issubclass(method, Pruner)):
-                    problem = f"{points[0].value} is no subclass of harp.Pruner"
-        if problem is None and method is not None:
-            self._rows[name] = method
-        else:
-            self._warned.add(name)
-            logger.warning("method %r of %s is left out: %s", name, _packages(points), problem)
-
-    def _refusal(self, name: str, points: list[EntryPoint]) -> str | None:
-        """Why a name can't be given to a method of another package."""
-        if name in self._built_in or name in _RESERVED:
-            return "HARP has a method of this name; give it another one"
-        if len(points) > 1:
-            return "several packages have a method of this name; uninstall all but one"
-        return None if _NAME.fullmatch(name) else "a name has letters, digits, '.', '+', '-' and '_' only"
-
-
-def _packages(points: list[EntryPoint]) -> str:
-    return ", ".join(sorted({point.dist.name if point.dist else point.value for point in points}))
+                if inspect.isclass(method) and issubclass(method, Pruner):
+                    self._rows[name] = method
+                    return
+                problem = f"{points[0].value} is no subclass of harp.Pruner"
+        self._warned.add(name)
+        packages = ", ".join(sorted({point.dist.name if point.dist else point.value for point in points}))
+        logger.warning("method %r of %s is left out: %s", name, packages, problem)

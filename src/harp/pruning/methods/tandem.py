@@ -1,8 +1,8 @@
 """Tandem: learn weights, scores and rates together. Our own method, and the default of `harp prune`.
 
-HYDRA and HARP freeze the weights while they learn which of them to keep, and their scores move at whatever speed the
-gradients of a layer happen to have. In a short training, or at a budget of a few hundred weights, most layers' masks
-then hardly leave the magnitude mask, and what is kept does not fit together until fine-tuning. Here
+HYDRA and HARP freeze the weights while they learn the masks, and their scores move at a speed that depends on the size
+of a layer's gradients. In a short training, or with a few hundred kept weights, most masks then hardly differ from the
+magnitude mask, and the kept weights do not fit together until fine-tuning. Here
 
     scores     ∂L/∂s as in HYDRA, but scaled in each layer to the norm  p ‖s‖   (p = `pace`)
     weights    ∂L/∂w = ∂L/∂ŵ · M · q   on kept weights; biases and norms as always   (q = `share`)
@@ -10,13 +10,13 @@ then hardly leave the magnitude mask, and what is kept does not fit together unt
 
     q = √(10 keep), at most 1
 
-so a step moves every layer's scores by the same share of their size, whatever its width, depth or the loss's scale
-(the idea of layer-wise rates: You et al. 2017), and kept weights follow their masks slowly. What is not kept stays as
-it was but for weight decay, so a weight that comes back is a trained one. With much to keep nothing is gained by
-searching slowly, and weights train at full speed; with little, masks must settle first.
+so a step moves every layer's scores by the same share of their size, independent of width, depth and the scale of the
+loss (as layer-wise learning rates do: You et al. 2017), and kept weights follow their masks slowly. Pruned weights only
+decay, so a weight that comes back is a trained one. With a large budget, weights train at full speed; with a small one
+the masks must settle first.
 
-What each part is worth is measured in `benchmarks/`: `share` 0, `start` 1, `reach` 0 and the strategy are the
-ablations, HYDRA is the rest.
+`benchmarks/` measures the gain of each part: `share` 0, `start` 1, `reach` 0 and the strategy are the ablations, HYDRA
+is the rest.
 """
 
 import math
@@ -25,8 +25,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from harp.errors import RecipeError
-from harp.pruning.methods.base import ParameterGroup
+from harp.pruning.methods.base import ParameterGroup, check_option
 from harp.pruning.methods.harp import Harp
 from harp.pruning.papers import Criterion, Taxonomy
 from harp.pruning.units import Units
@@ -38,17 +37,16 @@ class Tandem(Harp):
     Arguments:
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
         keep: the share of the budget's unit that is kept, above 0 and at most 1.
-        strategy: the strategy that the rates start from.
+        strategy: the strategy of the first rates.
         pace: how far a step of learning rate 1 moves a layer's scores, relative to their norm.
         share: the weights' gradients relative to those of ordinary training; 0 freezes them, as HYDRA does. Default:
             the square root of ten times `keep`, at most 1.
-        start: how many times the budget is kept at first; the whole network at most.
+        start: the first budget relative to the target; at most the whole network.
         reach: how far a quota can move in the training; 0 leaves the rates to the strategy.
         sharpness: the radius of S2AP; 0 is without it.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.Tandem(units, keep=0.1)
+        pruner = harp.Tandem(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -66,12 +64,10 @@ class Tandem(Harp):
         reach: float = 2.0,
         sharpness: float = 0.0,
     ) -> None:
-        if not 0 < pace < float("inf"):
-            raise RecipeError(f"pace {pace:.6g}: give a positive number, like 0.02")
         if share is None:
             share = math.sqrt(min(1.0, 10 * keep))
-        if not 0 <= share < float("inf"):
-            raise RecipeError(f"share {share:.6g}: give a positive number, like 0.1, or 0 to freeze the weights")
+        check_option(0 < pace < math.inf, "pace", pace, "give a positive number, like 0.02")
+        check_option(0 <= share < math.inf, "share", share, "give a positive number, like 0.1, or 0 for frozen weights")
         super().__init__(units, keep, strategy, start=start, reach=reach, sharpness=sharpness)
         self.pace, self.share = pace, share
         for dense in self.dense:
@@ -81,10 +77,10 @@ class Tandem(Harp):
         """Scores, weights, and all else that the model trains."""
         if not self.share:
             return super().trainable()
-        return [{"params": [*self.scores, *self.dense, *self._lend()]}]
+        return [{"params": [*self.scores, *self.dense, *self.train_others()]}]
 
     def after_backward(self) -> None:
-        """Weights take their share of the gradient where they are kept."""
+        """Kept weights take their share of the gradient."""
         if self.share:
             for weight, dense in zip(self.units.weights, self.dense, strict=True):
                 kept = weight.detach() != 0

@@ -13,9 +13,9 @@ Departures from the authors' code:
 - the product, not each factor, has the variance of Kaiming's initialisation. Theirs draws both factors by PyTorch's
   default, a variance of 1 / (9 fan-in²) for the product: with a norm behind every layer that is as good, but three
   linear layers without one (the classifier of the VGG16 here) stay at the saddle at zero;
-- where whole channels are cut, the weights are the same products of single entries, and a channel goes by the l2 norm
-  of the products that it masks, at least one a layer. That is not their Channel-Rep, which multiplies each weight by a
-  matrix over its output channels and regularises that: another method.
+- where whole channels are cut, the weights are the same products of single entries, and channels are ranked by the l2
+  norm of the products that they mask; at least one a layer stays. This is not their Channel-Rep, another method, which
+  multiplies each weight by a matrix over its output channels and regularises that.
 """
 
 import math
@@ -23,14 +23,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from harp.errors import RecipeError
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, largest
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, check_option, largest
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.rounding import flat, highest
 from harp.pruning.units import Units
 
-PAPER_STEPS = 100 * 391  # the training where none is known
+PAPER_STEPS = 100 * 391  # the length of a training that is not known
 
 
 class TwinRep(Pruner):
@@ -40,11 +39,10 @@ class TwinRep(Pruner):
         units: what may be pruned: `harp.Weights` or `harp.Channels`.
         keep: the share of the budget's unit that is kept, above 0 and at most 1.
         cut: the share of the training after which weights are cut.
-        seed: of what is drawn at random.
+        seed: of the random numbers.
 
     Example:
-        units = harp.Weights(model)
-        pruner = harp.TwinRep(units, keep=0.1)
+        pruner = harp.TwinRep(harp.Weights(model), keep=0.1)
         harp.fit(model, batches, harp.Natural(), pruner, epochs=1, lr=0.1)
     """
 
@@ -63,26 +61,24 @@ class TwinRep(Pruner):
     right: nn.ParameterList
 
     def __init__(self, units: Units, keep: float, cut: float = 0.1, seed: int = 0) -> None:
-        if not 0 <= cut < 1:
-            raise RecipeError(f"cut {cut:.6g}: give a share of the training from 0 to below 1")
+        check_option(0 <= cut < 1, "cut", cut, "give a share of the training from 0 to below 1")
         super().__init__(units, units.total(keep), seed)
         self.cut, self.step, self.is_cut = cut, 0, False
         self._length = PAPER_STEPS
         generator = self.generator()
         self.left, self.right = (nn.ParameterList(_factor(w, generator) for w in units.weights) for _ in range(2))
-        for i, weight in enumerate(units.weights):
-            self.register_buffer(f"mask{i}", torch.ones_like(weight, dtype=torch.bool))
+        self.add_buffers("mask", [torch.ones_like(weight, dtype=torch.bool) for weight in units.weights])
 
     def products(self) -> list[Tensor]:
         """U V of each layer."""
         return [u.detach() * v.detach() for u, v in zip(self.left, self.right, strict=True)]
 
     def current(self) -> Masks:
-        """The masks in force: all ones before the cut."""
-        return {name: self.get_buffer(f"mask{i}") for i, name in enumerate(self.units.masked)}
+        """The masks that the weights have now: all ones before the cut."""
+        return self.by_name(self.layer_buffers("mask"))
 
     def masks(self) -> Masks:
-        """The masks of the cut; before it, what it would be now."""
+        """The masks of the cut; before it, those that it would give now."""
         if self.is_cut:
             return self.current()
         strengths = self.units.strength(self.products(), 2)
@@ -95,12 +91,11 @@ class TwinRep(Pruner):
         return self.is_cut
 
     def trainable(self) -> list[ParameterGroup]:
-        """Both factors and all else that the model trains; the weights only lend their gradients."""
-        others = self._lend()
-        return [{"params": [*self.left, *self.right, *others]}]
+        """Both factors and all else that the model trains; of the weights only the gradients are needed."""
+        return [{"params": [*self.left, *self.right, *self.train_others()]}]
 
     def start(self, plan: Plan | None = None) -> None:
-        """Forget what the model has learned before; write the first weights."""
+        """Start from random weights."""
         self._length = PAPER_STEPS if plan is None else plan.epochs * plan.steps
         self.reset()
         self._cut_if_due()
@@ -109,12 +104,10 @@ class TwinRep(Pruner):
     @torch.no_grad()
     def after_backward(self) -> None:
         """Pull the weights' gradients back to both factors."""
-        layers = zip(self.left, self.right, self.units.weights, self.current().values(), strict=True)
-        for u, v, weight, mask in layers:
-            gradient = None if weight.grad is None else weight.grad.masked_fill_(~mask, 0.0)
-            u.grad = None if gradient is None else gradient * v
+        layers = zip(self.left, self.right, self.take_gradients(), self.layer_buffers("mask"), strict=True)
+        for u, v, gradient, mask in layers:
+            u.grad = None if gradient is None else gradient.masked_fill_(~mask, 0.0) * v
             v.grad = None if gradient is None else gradient * u
-            weight.grad = None  # the optimiser never sees these weights, so nobody else would clear it
 
     def after_step(self) -> None:
         """Cut if it is time, and write the new products."""
@@ -124,14 +117,14 @@ class TwinRep(Pruner):
 
     @torch.no_grad()
     def write(self, masks: Masks) -> None:
-        """Let the model hold U V under these masks."""
+        """Put U V under these masks into the model."""
         for weight, product, mask in zip(self.units.weights, self.products(), masks.values(), strict=True):
             weight.copy_(product.masked_fill_(~mask, 0.0))
 
     def _cut_if_due(self) -> None:
         if not self.is_cut and self.step >= self.cut * self._length:
-            for i, mask in enumerate(self.masks().values()):
-                self.get_buffer(f"mask{i}").copy_(mask)
+            for buffer, mask in zip(self.layer_buffers("mask"), self.masks().values(), strict=True):
+                buffer.copy_(mask)
             self.is_cut = True
 
 

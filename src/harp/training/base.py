@@ -1,0 +1,100 @@
+"""The interface of an objective, which is what a training minimises. The objectives are in `objectives.py`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harp.attacks import Attack
+from harp.errors import ModelError
+from harp.models.modes import Logits
+from harp.pruning.methods import Loss
+from harp.pruning.papers import Paper
+
+
+class Objective(ABC):
+    """What a training minimises. Only the call is required; each of the other members does nothing by default.
+
+    `harp.fit` also takes a plain function `(model, x, y, forward=None) -> loss`. An objective that keeps something from
+    step to step, sees a batch several times or acts after the backward pass derives from this class.
+
+    Example:
+        class Smoothed(harp.Objective):
+            def __call__(self, model, x, y, forward=None):
+                return torch.nn.functional.cross_entropy((forward or model)(x), y, label_smoothing=0.1)
+    """
+
+    # The description of the objective, for cards and submissions.
+    title: ClassVar[str | None] = None
+    paper: ClassVar[Paper | None] = None
+    taxonomy: ClassVar[str | None] = None  # its name in the Adversarial Pruning Benchmark
+
+    replays: int = 1  # optimiser steps on each batch
+
+    # What is kept from step to step with one row for each image of this process's batch. It is part of a checkpoint,
+    # where the rows of all processes are joined.
+    noise: Tensor | None = None
+
+    @abstractmethod
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
+
+    def begin(self) -> "Objective":
+        """The objective of one training, called once at its start: a new one if it keeps something."""
+        return self
+
+    def start_epoch(self) -> None:  # noqa: B027  # a hook
+        """Called before the first step of each epoch, but not when an epoch is resumed."""
+
+    def after_backward(self) -> None:  # noqa: B027  # a hook
+        """Called once in every optimiser step, after the gradients of the whole batch are computed."""
+
+    def state(self) -> dict[str, Any]:
+        """What else a checkpoint must hold: tensors and plain values, the same in every process."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # a hook
+        """Load what `state` returned."""
+
+    def judge(self) -> Attack | None:
+        """The attack that held-out images are validated with; None: they are validated without one."""
+        return None
+
+
+class AttackingObjective(Objective):
+    """An objective in two parts, the attack and the loss: methods that need several losses at one batch attack once."""
+
+    @abstractmethod
+    def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The images that the loss is computed at."""
+
+    def loss(self, forward: Logits, x: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
+        """The loss at images and their attacked versions: the cross entropy at the latter."""
+        return F.cross_entropy(forward(x_adv), y)
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """Attack a batch and compute its loss."""
+        return self.loss(forward or model, x, self.attack(model, x, y), y)
+
+
+class PlainObjective(Objective):
+    """A function as an objective."""
+
+    def __init__(self, function: Loss) -> None:
+        self.function = function
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        """The function's loss."""
+        return self.function(model, x, y, forward=forward)
+
+
+def as_objective(loss: Objective | Loss) -> Objective:
+    """The objective itself, or a function as an objective."""
+    if isinstance(loss, Objective):
+        return loss
+    hooks = [name for name in ("begin", "replays", "start_epoch", "after_backward", "noise") if hasattr(loss, name)]
+    if hooks:  # they would be ignored
+        raise ModelError(f"{type(loss).__name__} has {hooks[0]!r}, so it must be derived from harp.Objective")
+    return PlainObjective(loss)
