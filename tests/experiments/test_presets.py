@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harp.errors import RecipeError
-from harp.experiments import finished_run, presets
+from harp.experiments import presets, run_folder
 from harp.experiments.recipe import parse
 from harp.experiments.run import Run
 from harp.pruning.masks import kept
@@ -72,7 +72,7 @@ def test_channels_are_pruned_from_flags(method: str, tmp_path: Path, monkeypatch
     run = Run(made, tmp_path, fabric=fabric.launch(accelerator="cpu"))
     outcome = run.execute()
     assert run.cut is not None
-    told = finished_run.read(outcome.folder)
+    told = run_folder.read(outcome.folder)
     assert told.unit == "MACs" and told.kept <= run.total < 0.06 * told.size
     counts = [(layer["kept"], layer["size"]) for layer in told.summary["layers"]]
     assert all(kept % 2 == 0 or kept == size for kept, size in counts)

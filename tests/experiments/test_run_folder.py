@@ -213,7 +213,7 @@ def test_a_recipe_of_another_version_can_still_be_reported(harp: Harp, run: Path
     (run / "recipe.yaml").write_text(text.replace("name: magnitude", "name: forgotten"))
     assert harp("report", str(run))[0] == 0
     code, _, err = harp("slim", str(run), "--out", "slim")
-    assert code == 2 and f"{run / 'recipe.yaml'} is of no use here: " in err and "forgotten" in err
+    assert code == 2 and f"{run / 'recipe.yaml'} can't be used: " in err and "forgotten" in err
 
 
 def test_the_error_survives_a_process(run: Path) -> None:

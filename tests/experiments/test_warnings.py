@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from harp.errors import AT_CHANCE, CheckpointError
-from harp.experiments import finished_run, recipe
+from harp.experiments import recipe, run_folder
 from harp.experiments.run import Run
 from harp.reports import card, html
 from harp.training.loop import Fitted
@@ -158,12 +158,12 @@ def test_runs_of_older_versions_have_no_warnings(harp: Harp) -> None:
     for key in ("warnings", "at_chance", "budget_met"):
         del summary[key]
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert finished_run.read(folder).warnings == []
+    assert run_folder.read(folder).warnings == []
     assert "Warning" not in card.card(folder)
     assert 'class="warnings"' not in html.build([folder], Path("page"))[0].read_text()
     edit(folder / "summary.json", warnings="none")
     with pytest.raises(CheckpointError, match="warnings: Input should be a valid list"):
-        finished_run.read(folder)
+        run_folder.read(folder)
 
 
 def test_several_runs_are_told_apart(harp: Harp) -> None:

@@ -20,7 +20,6 @@ from harp.data import registry
 from harp.errors import RecipeError
 from harp.evaluation import score
 from harp.experiments import build, dense_baseline, pool, run_folder, table
-from harp.experiments import run_names as folders
 from harp.experiments import stages as pipeline
 from harp.experiments.recipe import Recipe, Stage, parse
 from harp.experiments.slurm import command, local
@@ -109,7 +108,7 @@ class Comparison:
         self.data = registry.load(base.data.name, data_dir, display=self.display, **base.data.loading())
         self.units = build.units_of(base.units, build.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
-        self.contents = folders.contents(base, self.data)
+        self.contents = run_folder.contents(base, self.data)
         self.precisions = fabric.possible(base.precision) if elsewhere else (fabric.resolve(base.precision),)
         self.entries = self._entries()
         text = json.dumps([(entry.folders[0].name, entry.recipe.to_yaml()) for entry in self.entries])
@@ -164,9 +163,9 @@ class Comparison:
         content = {**self.content, "name": name, "description": "", "seed": seed, "stages": stages, "model": model}
         made = parse(content)
         same = made.model.weights == self.study.recipe.model.weights
-        contents = self.contents if same else folders.contents(made, self.data)
-        known = [folders.computed_in(contents, precision) for precision in self.precisions]
-        places = tuple(self.root / folders.name(made, each) for each in known)
+        contents = self.contents if same else run_folder.contents(made, self.data)
+        known = [run_folder.computed_in(contents, precision) for precision in self.precisions]
+        places = tuple(self.root / run_folder.name(made, each) for each in known)
         return Entry(f"{name}-seed{seed}", label, keep, made, places)
 
     def execute(

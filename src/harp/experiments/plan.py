@@ -108,9 +108,9 @@ def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """Channels, height and width from text like 3x32x32."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
-    if not found:
+    """Channels, height and width from text like 3x32x32 or 3,32,32."""
+    match = re.fullmatch(r"(\d+)[x,](\d+)[x,](\d+)", text.strip())
+    if not match:
         raise RecipeError(f"shape {text!r}: write channels x height x width, like 3x32x32")
-    channels, height, width = (int(size) for size in found.groups())
+    channels, height, width = map(int, match.groups())
     return channels, height, width

@@ -291,6 +291,11 @@ class Stage(_Part):
     compact: Flag | None = None  # train without channels that fixed masks leave unread: none means where it pays
     select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
 
+    @property
+    def prunes(self) -> bool:
+        """Whether it chooses what is pruned."""
+        return self.pruner["name"] not in ("dense", "fixed")
+
 
 class Evaluation(_Part):
     """What the finished network is measured by, once, on the test set."""
