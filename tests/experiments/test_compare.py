@@ -23,9 +23,8 @@ from harp.experiments import compose, recipe, study
 from harp.experiments import stages as pipeline
 from harp.experiments import table as standings
 from harp.experiments.compare import Comparison
-from harp.experiments.pool import Task, work
+from harp.experiments.pool import Task, start, work
 from harp.experiments.run import Run
-from harp.experiments.slurm import local
 from harp.pruning.methods import PRUNERS
 from harp.reports import plots
 from harp.system import files
@@ -496,7 +495,7 @@ def test_threads_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if wished is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", wished)
-        local.start(tmp_path / "r.yaml", tmp_path, None, tmp_path / "logs" / "r.log", jobs)
+        start(("true",), tmp_path / "logs" / "r.log", jobs)
     assert [env["OMP_NUM_THREADS"] for env in seen] == ["4", "2", "1", "1", "2", "2"]
     assert all(env["OMP_WAIT_POLICY"] == "PASSIVE" for env in seen)
 

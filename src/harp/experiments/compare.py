@@ -22,8 +22,7 @@ from harp.evaluation import score
 from harp.experiments import build, dense_baseline, pool, run_folder, table
 from harp.experiments import stages as pipeline
 from harp.experiments.recipe import Recipe, Stage, parse
-from harp.experiments.slurm import command, local
-from harp.experiments.slurm.jobs import Job
+from harp.experiments.slurm import Job
 from harp.experiments.study import DENSE, SMALL, Method, Study, slug
 from harp.pruning.methods import PRUNERS
 from harp.system import files
@@ -181,40 +180,23 @@ class Comparison:
         self.write_recipes()
 
         def harp_run(name: str) -> pool.Process:
-            recipe, log = self._recipe(entries[name]), self._log(entries[name])
             left = math.inf if stop is None else max(1.0, stop.left())
-            return local.start(
-                recipe,
-                self.root,
-                self.data_dir,
-                log,
-                jobs,
-                devices=devices,
-                workers=self.workers,
-                minutes=left / 60 if left < math.inf else None,
-            )
+            command = self._command(entries[name], devices, None if left == math.inf else left / 60)
+            return pool.start(command, self._log(entries[name]), jobs * devices)
 
         tasks = [pool.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
         failed = pool.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
         return self.collect(failed)
 
-    def jobs(self, devices: int = 1) -> list[Job]:
-        """The runs as jobs for a scheduler, which read what `write_recipes` writes."""
+    def _command(self, entry: Entry, devices: int, minutes: float | None = None) -> tuple[str, ...]:
         data_dir = None if self.data_dir is None else self.data_dir.absolute()
+        recipe, root = self._recipe(entry).absolute(), self.root.absolute()
+        return pool.harp_run(recipe, root, data_dir, devices=devices, workers=self.workers, minutes=minutes)
+
+    def jobs(self, devices: int = 1) -> list[Job]:
+        """The runs as jobs for a scheduler; they read the files of `write_recipes`."""
         return [
-            Job(
-                entry.name,
-                command.harp_run(
-                    self._recipe(entry).absolute(),
-                    self.root.absolute(),
-                    data_dir,
-                    devices=devices,
-                    workers=self.workers,
-                ),
-                self._log(entry).absolute(),
-                entry.finished,
-                entry.after,
-            )
+            Job(entry.name, self._command(entry, devices), self._log(entry).absolute(), entry.finished, entry.after)
             for entry in self.entries
         ]
 

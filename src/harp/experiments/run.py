@@ -248,11 +248,12 @@ class Run:
         total = self.total if self.cut else pruner.total
         state, every, keep = folder / "state.pt", self.minutes, self.keep_states
         keeper = Keeper(state, self.stop, of=folder.name, minutes=every, keep=keep, fabric=self.fabric)
+        log = MetricsFile(folder)
         with self._compacted(stage, before) as left:
             if left is not None:
                 part = self.recipe.units
                 pruner = methods.Fixed(Weights(left.model, ignore=part.ignore, include=part.include), left.masks)
-            fitted, energy_used = self.fit_stage(number, stage, pruner, keeper, folder)
+            fitted, energy_used = self.fit_stage(number, stage, pruner, keeper, log)
         if self.fabric.is_global_zero:
             answer = None if stage.pruner["name"] == "dense" else fitted.masks
             if self.cut is not None or left is not None:
@@ -264,6 +265,7 @@ class Run:
                 self._warn_of_chance(number, fitted)
             insist(lambda: self._write_stage(folder, answer, total, facts), stop=self.stop)
             keeper.states.remove()
+            log.close()
         self.fabric.barrier()
 
     def _write_stage(self, folder: Path, answer: Masks | None, total: int | None, facts: dict[str, Any]) -> None:
@@ -286,18 +288,17 @@ class Run:
             self.model = whole
 
     def fit_stage(
-        self, number: int, stage: Stage, pruner: methods.Pruner, keeper: Keeper, folder: Path
+        self, number: int, stage: Stage, pruner: methods.Pruner, keeper: Keeper, log: MetricsFile
     ) -> tuple[loop.Fitted, dict[str, Any]]:
         """Train the model; return the result and the energy that it took."""
         recipe, settings, seed = self.recipe, stage.optimizer, derive(self.recipe.seed, "stage", number)
-        corrupt = Corrupt(len(self.train), recipe.data.corrupt, folder / "corrupt.txt")
+        corrupt = Corrupt(len(self.train), recipe.data.corrupt, log.path.with_name("corrupt.txt"))
         augment = build.augmentation(recipe.data, self.train, self.data.flip)
         batches = Batches(
             self.train, recipe.data.batch, seed=seed, augment=augment, workers=self.workers, corrupt=corrupt
         )
         objective = objectives.made(recipe.stage_objective(stage))
         criterion = "natural" if objective.judge() is None else "robust"
-        log = MetricsFile(folder)
         shown = self.display.training(stage.name, stage.epochs, len(batches))
         with _advice(stage, keeper), shown, self.meter() as meter:
             fitted = loop.fit(
@@ -321,7 +322,6 @@ class Run:
                 sync_norms=recipe.sync_norms,
                 fabric=self.fabric,
             )
-        log.close()
         return fitted, meter.over(fitted.seconds)
 
     def after_step(self, record: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from harp.system.memory import most_resident, resident
 from harp.training import objectives
 from harp.training.checkpointing import Keeper
 from harp.training.loop import Fitted
+from harp.training.metrics import MetricsFile
 
 WARM_UP = 2  # steps that are not counted: they trace, compile and fill caches
 _MOST_STEPS = 40
@@ -103,14 +104,14 @@ class TimedRun(Run):
         return accuracies
 
     def fit_stage(
-        self, number: int, stage: Stage, pruner: Pruner, keeper: Keeper, folder: Path
+        self, number: int, stage: Stage, pruner: Pruner, keeper: Keeper, log: MetricsFile
     ) -> tuple[Fitted, dict[str, Any]]:
         """Train as in a run, and note the time of the end of the epoch, the power and the size of the state."""
-        fitted, energy = super().fit_stage(number, stage, pruner, keeper, folder)
+        fitted, energy = super().fit_stage(number, stage, pruner, keeper, log)
         if self.stamps:
             self.epoch_seconds = max(0.0, time.perf_counter() - self.stamps[-1] - self.validation_seconds)
             self.watts, self.energy_by = energy["kwh"] * 3.6e6 / max(fitted.seconds, 1e-9), energy["by"]
-            states = [path for path in folder.glob("state*") if path.is_file()]
+            states = [path for path in log.path.parent.glob("state*") if path.is_file()]
             self.state_bytes = max((path.stat().st_size for path in states), default=0)
         return fitted, energy
 
