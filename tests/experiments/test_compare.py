@@ -60,7 +60,7 @@ def here(comparison: Comparison, fail: str = "nothing") -> Callable[[str], Done]
         if fail in name:
             files.write_text(comparison.folder / "logs" / f"{name}.log", "epoch 1\nerror: out of | luck\n\n")
             return Done(2)
-        made = recipe.load(comparison.folder / "recipes" / f"{name}.yaml")
+        made = compose.load(comparison.folder / "recipes" / f"{name}.yaml")
         assert Run(made, comparison.root).execute().folder == entry.folder
         return Done()
 
@@ -245,10 +245,10 @@ def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: to put methods"),
+        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: for other methods"),
         (
             {"recipe": {**SHORT, "stages": [*STAGES, {**STAGES[2], "name": "more"}]}},
-            "fixed, fixed: to put methods",
+            "fixed, fixed: for other methods",
         ),
         ({"recipe": {**SHORT, "evaluate": {"attacks": []}}}, "evaluate.attacks is empty"),
         ({"recipe": {**SHORT, "stages": [STAGES[0], {**STAGES[1], "epochs": 0}, STAGES[2]]}}, "has 0 epochs"),

@@ -28,8 +28,7 @@ from harp.evaluation.runner import parts
 from harp.experiments import recipe
 from harp.experiments import stages as pipeline
 from harp.experiments.estimate import measure, stages
-from harp.experiments.estimate.attack_time import seconds_an_image
-from harp.experiments.estimate.measure import AttackTime, Measurement, Request, TimedRun
+from harp.experiments.estimate.measure import AttackTime, Measurement, Request, TimedRun, seconds_an_image
 from harp.experiments.estimate.sizes import Sizes, sizes
 from harp.pruning.methods import PRUNERS
 from harp.system.progress import Quiet

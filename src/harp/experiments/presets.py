@@ -1,4 +1,4 @@
-"""What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
+"""The recipe of `harp prune`: from a few options, with the usual settings of each data set."""
 
 from typing import Any
 
@@ -38,48 +38,41 @@ def recipe(
     """
     name, options = compose.read_method(method, strategy)
     preset = DATASETS[data].preset if data in DATASETS else Preset()
-    usual = preset.epochs if objective != "free" else _replayed(preset.epochs, bool(PRUNERS[name].finetuning))
-    lengths = [length if given is None else given for given, length in zip(epochs, usual, strict=True)]
-    threat: dict[str, Any] = {}
-    if objective != "natural":
-        step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
-        threat = {"epsilon": epsilon or preset.epsilon}
-        threat |= {} if objective in pipeline.ONE_STEP else {"step": step}
-    pruner: dict[str, Any] = {"name": name, **options, "keep": keep}
-    training = {"name": objective, **threat}
+    usual = list(preset.epochs)
+    if objective == "free":  # fine-tuning under a loss of the method's own keeps its length
+        shorter = [compose.replayed(length) for length in usual]
+        usual = [*shorter[:2], usual[2] if PRUNERS[name].finetuning else shorter[2]]
+    pretrain, prune, finetune = (n if given is None else given for given, n in zip(epochs, usual, strict=True))
+    training: dict[str, Any] = {"name": objective}
+    evaluation: dict[str, Any] = {"attacks": ["pgd-20"]}
+    (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
+    if objective != "natural" and objective not in pipeline.ONE_STEP:
+        training["step"] = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
     stages = pipeline.stages(
-        pruner,
-        [] if weights is not None else [{"name": "pretrain", "epochs": lengths[0]}],
-        {"name": "prune", "epochs": lengths[1]},
-        {"name": "finetune", "epochs": lengths[2], "optimizer": {"lr": 0.01}},
+        {"name": name, **options, "keep": keep},
+        [] if weights is not None else [{"name": "pretrain", "epochs": pretrain}],
+        {"name": "prune", "epochs": prune},
+        {"name": "finetune", "epochs": finetune, "optimizer": {"lr": 0.01}},
         training,
     )
-    described: dict[str, Any] = {"name": model} if weights is None else {"name": model, "weights": weights}
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}
     title = f"{method}-{'channels-' if channels else ''}{model.rpartition('/')[2]}-{keep}"
-    words = "".join(letter if letter.isalnum() else "-" for letter in title)
     return {
-        "name": words.strip("-"),
+        "name": "".join(letter if letter.isalnum() else "-" for letter in title).strip("-"),
         "seed": seed,
         "data": {"name": data, "batch": batch, "pad": preset.pad},
-        "model": described,
+        "model": {"name": model} if weights is None else {"name": model, "weights": weights},
         "units": {**units, "ignore": ignore},
         "objective": training,
         "stages": stages,
-        "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
+        "evaluate": evaluation,
     }
 
 
-def _replayed(epochs: tuple[int, int, int], own_loss: bool) -> tuple[int, int, int]:
-    """The lengths of Free-AT: an epoch stands for as many as it replays. Fine-tuning by a loss of its own has none."""
-    pretrain, prune, finetune = map(compose.replayed, epochs)
-    return pretrain, prune, epochs[2] if own_loss else finetune
-
-
 def read_number(what: str, text: str) -> float:
-    """A flag's number, written as in a recipe."""
+    """The number of an option, written as in a recipe."""
     try:
         return float(number(text))
     except ValueError as error:

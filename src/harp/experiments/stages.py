@@ -1,10 +1,10 @@
-"""The stages that a method takes, laid out from the three parts of a recipe by one of two protocols.
+"""The stages of a method, laid out from the three parts of a recipe by one of two protocols.
 
-`equal` gives the same epochs to everybody, spent as the method's paper spends them. A method that learns its masks
-prunes and fine-tunes a pre-trained network; one that finds them at once fine-tunes longer; one that trains sparse from
-random weights gets all epochs in one stage. The learning rates stay those of the stages that the epochs come from.
+`equal` gives every method the same epochs. A method that learns its masks prunes and fine-tunes a pre-trained network;
+a one-shot method fine-tunes longer; one that trains sparse from random weights gets all epochs in one stage. The
+learning rates are those of the stages that the epochs come from.
 
-`paper` gives each method the lengths, learning rates, decays and schedules of its own paper, its class's `layout`.
+`paper` gives each method the lengths, learning rates, decays and schedules of its own paper: the `layout` of its class.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,16 +18,16 @@ from harp.training import objectives
 _Stage = Mapping[str, Any]
 _Part = Mapping[str, Any]
 _THREAT = ("epsilon", "step", "steps", "norm")
-ONE_STEP = ("fast", "free")  # their steps are as long as the ball is wide, and nobody else's
-PAPER_EPOCHS = 100  # of pre-training (and of fine-tuning) in HARP's paper: published lengths go with these
+ONE_STEP = ("fast", "free")  # their step is as long as the ball is wide, unlike that of other objectives
+PAPER_EPOCHS = 100  # of pre-training (and of fine-tuning) in HARP's paper: published lengths are relative to these
 
 
 def stages(
     pruner: _Part, pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None = None
 ) -> list[dict[str, Any]]:
-    """Lay a method out, equally long for all; the stages are those of a recipe whose pruners are not looked at.
+    """The stages of a method by the protocol `equal`, from those of a recipe, whose pruners are ignored.
 
-    `objective` is the recipe's: a method that fine-tunes by a loss of its own takes the threat from it.
+    `objective` is the recipe's: a method that fine-tunes under a loss of its own takes the threat from it.
     """
     method = PRUNERS[pruner["name"]]
     if method.from_scratch:
@@ -40,7 +40,7 @@ def stages(
 def published(
     pruner: _Part, pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None = None
 ) -> list[dict[str, Any]]:
-    """Lay a method out as its paper does; what the paper leaves open is the recipe's, as in `stages`.
+    """The stages of a method by the protocol `paper`; what the paper does not say is as in `stages`.
 
     Published lengths are scaled by the recipe's pre-training, which has 100 epochs in HARP's paper (by its fine-tuning
     if it has none), and are at least one epoch.
@@ -67,7 +67,7 @@ def _in_three(
     """Pre-train, prune, fine-tune."""
     last = {**finetune, "pruner": "fixed"}
     own = PRUNERS[pruner["name"]].finetuning
-    if own and (objective or {}).get("name") != "natural":  # without an attack there is no such loss
+    if own and (objective or {}).get("name") != "natural":  # such a loss needs an attack
         given = objective or {}
         shared = ("epsilon", "norm") if given.get("name") in ONE_STEP else _THREAT
         threat = {key: value for key, value in given.items() if key in shared}
@@ -78,19 +78,19 @@ def _in_three(
 
 
 def _from_scratch(pruner: _Part, pretrain: Sequence[_Stage], whole: _Stage) -> list[dict[str, Any]]:
-    """One training from random weights. Rates that are read off trained weights need the pre-training before it."""
+    """One training from random weights; a strategy that reads trained weights needs the pre-training before it."""
     before = _dense(pretrain) if pruner.get("strategy") in READS_WEIGHTS else []
     return [*before, {**whole, "name": "train", "pruner": dict(pruner)}]
 
 
 def _whole(pretrain: Sequence[_Stage], prune: _Stage, finetune: _Stage, objective: _Part | None) -> dict[str, Any]:
-    """All epochs in one stage, at the settings of the pre-training."""
+    """All epochs in one stage, with the settings of the pre-training."""
     like = {key: value for key, value in (pretrain[-1] if pretrain else prune).items() if key != "objective"}
     return {**like, "epochs": _pretraining(pretrain, objective) + prune["epochs"] + finetune["epochs"]}
 
 
 def _pretraining(pretrain: Sequence[_Stage], objective: _Part | None) -> int:
-    """The epochs of pre-training, without a natural warm-up before an adversarial one: it is no part of the method."""
+    """The epochs of pre-training, without a natural warm-up before an adversarial one."""
     warm_up = [stage for stage in pretrain[:-1] if _name(stage.get("objective")) == "natural"]
     counted = pretrain if _name(objective) == "natural" else [stage for stage in pretrain if stage not in warm_up]
     return sum(stage["epochs"] for stage in counted)
@@ -105,7 +105,7 @@ def _dense(pretrain: Sequence[_Stage]) -> list[dict[str, Any]]:
 
 
 def _timed(stage: _Stage, phase: Phase, scale: float) -> dict[str, Any]:
-    """A stage at a paper's length and with its optimiser."""
+    """A stage with the length and the optimiser of a paper."""
     timed = dict(stage)
     if phase.epochs is not None:
         timed["epochs"] = max(1, round(phase.epochs * scale))
@@ -115,7 +115,7 @@ def _timed(stage: _Stage, phase: Phase, scale: float) -> dict[str, Any]:
 
 
 def _stepped(layout: Layout, objective: _Part | None) -> dict[str, Any] | None:
-    """The recipe's objective with the paper's step of the attack, if there is one and the attack has many."""
+    """The recipe's objective with the paper's step, if there is one and the attack has several steps."""
     given = {"name": "pgd", **(objective or {})}
     if layout.step is None or given["name"] in ONE_STEP:
         return None
@@ -126,19 +126,19 @@ def _stepped(layout: Layout, objective: _Part | None) -> dict[str, Any] | None:
 
 
 def _under(stages: Sequence[_Stage], objective: _Part) -> list[dict[str, Any]]:
-    """Stages under this objective, but for those that have one of their own."""
+    """Stages under an objective, except those that have their own."""
     return [{"objective": dict(objective), **stage} for stage in stages]
 
 
 def check_learns(label: str, name: str, stages: Sequence[_Stage]) -> None:
-    """Refuse stages that leave a method no epochs to learn what to prune."""
+    """Raise an error if a method that learns its masks has no epochs for it."""
     method = PRUNERS[name]
     if not method.from_scratch and method.passes is None and not stages[-2]["epochs"]:
         raise RecipeError(f"{label} learns what to prune, but the recipe's stage for that has 0 epochs")
 
 
 class Protocol(NamedTuple):
-    """A way to lay out the methods of a comparison."""
+    """A layout of the stages of methods."""
 
     meaning: str
     stages: Callable[..., list[dict[str, Any]]]
@@ -162,18 +162,18 @@ class Parts(NamedTuple):
     finetune: _Stage
 
     def dense(self) -> list[dict[str, Any]]:
-        """The stages of a network that is trained dense for all the epochs, at the pre-training's settings."""
+        """The stages of a dense network that is trained for all epochs, with the settings of the pre-training."""
         *earlier, last = self.pretrain or [self.prune]
         epochs = last["epochs"] + self.finetune["epochs"] + (self.prune["epochs"] if self.pretrain else 0)
         return [{**stage, "pruner": "dense"} for stage in (*earlier, {**last, "name": "train", "epochs": epochs})]
 
 
 def parts(stages: Sequence[_Stage]) -> Parts:
-    """Take a recipe's stages apart: dense ones, then one that prunes, then one that keeps its masks."""
+    """Split a recipe's stages: dense ones, then one that prunes, then one that keeps its masks."""
     names = [stage["pruner"]["name"] for stage in stages]
     if len(names) < 2 or names[-1] != "fixed" or names[-2] in ("dense", "fixed") or {*names[:-2]} - {"dense"}:
         raise RecipeError(
-            f"the stages' pruners are {', '.join(names)}: to put methods in place they must be dense ones, one that "
-            "prunes, and `fixed`, as in `fashion`"
+            f"the stages' pruners are {', '.join(names)}: for other methods they must be dense ones, one that prunes, "
+            "and `fixed`, as in `fashion`"
         )
     return Parts(list(stages[:-2]), stages[-2], stages[-1])

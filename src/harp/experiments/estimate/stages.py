@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from harp.data.formats import memory_size
 from harp.errors import ModelError, RecipeError
 from harp.experiments import energy
 from harp.experiments.estimate.measure import AttackTime, Measurement, Request
@@ -182,15 +183,12 @@ def _row(stage: Stage, facts: Measurement, steps: int, held: float, batch: int) 
     row: Row = {"name": stage.name, "epochs": stage.epochs, "steps": steps, "measured": len(facts.steps)}
     if not facts.steps:
         return row | {"step": None, "scaled": False, **_spread([facts.once_seconds] * 3)}
-    median = statistics.median(facts.steps)
-    quartiles = [median] * 3
-    if len(facts.steps) > 1:
-        low, _, high = statistics.quantiles(facts.steps, n=4, method="inclusive")
-        quartiles = [low, median, high]
+    several = len(facts.steps) > 1
+    quartiles = statistics.quantiles(facts.steps, n=4, method="inclusive") if several else facts.steps * 3
     validation = held * facts.validation_seconds
     rest = validation + facts.epoch_seconds
     return row | {
-        "step": median,
+        "step": quartiles[1],
         "scaled": facts.batch < batch,
         "measured_batch": facts.batch,
         "share": facts.share,
@@ -233,11 +231,7 @@ def free_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # all of it: the best guess
-    except (AttributeError, ValueError, OSError):
-        return None
+        return memory_size()  # all memory of the machine: the best guess
 
 
 def free_disk(folder: Path) -> int:
