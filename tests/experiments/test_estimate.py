@@ -56,7 +56,7 @@ def test_data_is_known_without_its_files() -> None:
     assert sizes(made(data={"name": "imagenet", "size": 64, "holdout": 100})).shape == (3, 64, 64)
 
 
-def test_data_of_ones_own_by_flags() -> None:
+def test_options_describe_data_that_is_not_there() -> None:
     own = made(data={"name": "folder", "holdout": 10})
     found = sizes(own, None, images="1000,200", shape="3,64,64", classes=7)
     assert found == Sizes(1000, 200, (3, 64, 64), 7)
@@ -94,7 +94,7 @@ def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 9))
-def test_noise_is_of_the_datas_kind(train: int, test: int, classes: int) -> None:
+def test_noise_has_the_shape_and_classes_of_the_data(train: int, test: int, classes: int) -> None:
     found = Sizes(100, 10, (2, 3, 4), classes).noise(train, test)
     assert (len(found.train), len(found.test), found.shape, found.num_classes) == (train, test, (2, 3, 4), classes)
 
@@ -190,8 +190,8 @@ def test_two_smaller_batches_give_the_time_of_a_whole_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(PRUNERS) - {"dense", "fixed"}))
 def test_every_method_can_be_measured(name: str) -> None:
-    split = pipeline.parts(made().model_dump(mode="json")["stages"])
-    laid_out = pipeline.stages({"name": name, "keep": 0.2}, *split, RECIPE["objective"])  # type: ignore[arg-type]
+    parts = pipeline.parts(made().model_dump(mode="json")["stages"])
+    laid_out = parts.equal({"name": name, "keep": 0.2}, RECIPE["objective"])  # type: ignore[arg-type]
     one = made(stages=laid_out)
     for number in range(len(laid_out)):
         found = measure.measure(request(number, one))
@@ -338,7 +338,7 @@ def test_wrong_options_are_refused_in_one_line(harp: Harp, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children of a process are looked up in /proc")
-def test_ctrl_c_is_clean(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_measuring_process_too(tmp_path: Path) -> None:
     name = one_stage(tmp_path / "r.yaml")
     command = [sys.executable, "-m", "harp", "estimate", name]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)

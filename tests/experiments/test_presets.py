@@ -78,7 +78,7 @@ def test_channels_are_pruned_from_flags(method: str, tmp_path: Path, monkeypatch
     assert all(kept % 2 == 0 or kept == size for kept, size in counts)
 
 
-def test_units_without_a_meaning_are_one_line() -> None:
+def test_units_without_a_meaning_are_refused_in_one_line() -> None:
     with pytest.raises(RecipeError, match="multiple has no meaning for weights"):
         parse(content("harp", multiple=8))
     with pytest.raises(RecipeError, match="unknown budget of weights 'flops'"):
@@ -87,7 +87,7 @@ def test_units_without_a_meaning_are_one_line() -> None:
     assert "kind" not in content("harp")["units"]
 
 
-def test_unknown_methods_and_strategies_are_one_line() -> None:
+def test_unknown_methods_and_strategies_are_refused_in_one_line() -> None:
     with pytest.raises(RecipeError, match="unknown method 'harpp': did you mean 'harp'"):
         content("harpp")
     with pytest.raises(RecipeError, match="lamp takes no strategy"):

@@ -85,7 +85,7 @@ def test_a_job_file_says_all_that_sbatch_needs(tmp_path: Path, monkeypatch: pyte
         ("--time=1\n#SBATCH --array=1-9", "in one line"),
     ],
 )
-def test_options_that_break_what_is_promised_are_refused(options: str, said: str) -> None:
+def test_reserved_and_malformed_options_of_sbatch_are_refused(options: str, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         split_options(options)
 
@@ -129,7 +129,9 @@ def test_jobs_are_submitted_once_and_in_order(cluster: Cluster, make: Make) -> N
     assert (queue.folder / "logs" / "first.log").read_text() == "I am first\n"
 
 
-def test_what_failed_is_submitted_again_and_what_waits_for_it_too(cluster: Cluster, make: Make, tmp_path: Path) -> None:
+def test_failed_jobs_and_those_that_wait_for_them_are_submitted_again(
+    cluster: Cluster, make: Make, tmp_path: Path
+) -> None:
     queue = make()
     (tmp_path / "first.code").write_text("2")
     queue.submit()
@@ -159,14 +161,14 @@ def test_a_run_at_chance_level_is_finished_and_the_next_one_starts(
     assert queue.wait(Quiet(), seconds=0.01) == {}
 
 
-def test_a_finished_run_is_nobodys_dependency(cluster: Cluster, make: Make, tmp_path: Path) -> None:
+def test_no_job_depends_on_a_finished_run(cluster: Cluster, make: Make, tmp_path: Path) -> None:
     (tmp_path / "first.done").touch()
     queue = make()
     assert [str(each.state) for each in queue.submit()] == ["finished", "queued"]
     assert cluster.calls("sbatch")[0][1:-1] == ["--parsable"]
 
 
-def test_one_that_waits_for_a_lost_job_is_taken_back(cluster: Cluster, make: Make) -> None:
+def test_a_job_that_waits_for_a_lost_one_is_cancelled(cluster: Cluster, make: Make) -> None:
     queue = make()
     queue.submit()
     cluster._set("1", state="NODE_FAIL")  # the other is in the queue still, with a dependency that is never satisfied
@@ -229,7 +231,7 @@ def test_tasks_get_the_cores_of_the_job(tmp_path: Path, given: str, seen: str) -
     assert done.stdout == f"{seen}\n", done.stderr
 
 
-def test_without_squeue_the_files_tell(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_squeue_the_state_files_are_used(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(tmp_path / "cluster", ("sbatch", "scontrol"))
     monkeypatch.setenv("PATH", f"{cluster.bin}:/usr/bin:/bin")
     queue = make()
@@ -262,7 +264,7 @@ def test_without_squeue_the_files_tell(tmp_path: Path, make: Make, monkeypatch: 
         ("3", "sbatch failed: exit code 3"),
     ],
 )
-def test_an_answer_of_sbatch_that_is_no_number(cluster: Cluster, make: Make, answer: str, said: str) -> None:
+def test_an_answer_of_sbatch_without_a_number_is_an_error(cluster: Cluster, make: Make, answer: str, said: str) -> None:
     cluster.says("sbatch", answer)
     with pytest.raises(SchedulerError, match=said):
         make().submit()
@@ -288,7 +290,7 @@ def test_no_slurm_here(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(make().write()) == 2
 
 
-def test_a_scheduler_that_can_not_be_asked_stops_all(cluster: Cluster, make: Make) -> None:
+def test_nothing_is_submitted_if_squeue_fails(cluster: Cluster, make: Make) -> None:
     queue = make()
     queue.submit()
     cluster.says("squeue", "'slurm_load_jobs error: Unable to contact slurm controller'")
@@ -297,7 +299,7 @@ def test_a_scheduler_that_can_not_be_asked_stops_all(cluster: Cluster, make: Mak
     assert len(cluster.calls("sbatch")) == 2  # rather than submitting what may be running
 
 
-def test_a_damaged_ledger_is_said(make: Make) -> None:
+def test_a_damaged_list_of_jobs_is_an_error(make: Make) -> None:
     queue = make()
     queue.folder.mkdir()
     for text in ("{", "[]", '{"jobs": {"first": {"number": 3}}}'):
@@ -358,7 +360,7 @@ def test_a_comparison_on_a_cluster(harp: Harp, cluster: Cluster, tmp_path: Path)
     assert {"table.md", "results.json", "jobs.json", "jobs"} <= {path.name for path in folder.iterdir()}
 
 
-def test_words_of_the_command(harp: Harp, tmp_path: Path) -> None:
+def test_wrong_options_are_refused_in_one_line(harp: Harp, tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(STUDY))
     refused(harp, "compare", "s.yaml", "--launcher", "slurn", said="did you mean 'slurm'?")
     refused(harp, "compare", "s.yaml", "--dry-run", said="are for --launcher slurm")

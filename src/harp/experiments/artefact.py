@@ -24,24 +24,17 @@ SLIM = "slim.json"
 
 
 def save(
-    folder: Path,
-    model: nn.Module,
-    answer: Masks | None,
-    total: int | None,
-    units: Units | None = None,
-    cut: Cut | None = None,
+    folder: Path, model: nn.Module, answer: Masks | None, total: int | None, units: Units, cut: Cut | None = None
 ) -> None:
     """Write a network and its masks, after a check that the budget is met; `cut` are the channels that are cut out.
 
-    A budget that counts units is met exactly, another one is not exceeded; without `units` it counts weights.
+    A budget that counts units is met exactly, another one is not exceeded.
     """
     if answer is not None:
-        spent = masks.kept(answer) if units is None else units.spent(answer)
-        strays = 0 if cut is not None else outside(model, answer)
+        spent, strays = units.spent(answer), 0 if cut is not None else outside(model, answer)
         total = spent if total is None else total
-        is_met = spent == total if units is None or exact(units) else spent <= total
-        if not is_met or strays:
-            kept = f"{spent:,} {'weights' if units is None else units.noun} kept"
+        if strays or spent > total or (spent < total and exact(units)):
+            kept = f"{spent:,} {units.noun} kept"
             raise BudgetError(f"{kept} and {strays:,} weights outside the masks, but the budget is {total:,}")
         masks.save(folder / "masks.safetensors", answer)
     if cut is not None:
@@ -91,11 +84,8 @@ def budget(units: Units, answer: Masks | None, total: int | None) -> dict[str, A
 
 def layers(units: Units, answer: Masks | None) -> list[dict[str, Any]]:
     """Name, size and kept units of every layer."""
-    kept = units.sizes if answer is None else _kept(units, answer)
+    kept = list(units.sizes)
+    if answer is not None:  # a unit is kept if any of its weights is
+        entries = units.gather([answer[name].to(w.dtype) for name, w in zip(units.masked, units.weights, strict=True)])
+        kept = [0 if values is None else int(values.count_nonzero()) for values in entries]
     return [{"name": n, "size": s, "kept": k} for n, s, k in zip(units.names, units.sizes, kept, strict=True)]
-
-
-def _kept(units: Units, answer: Masks) -> list[int]:
-    """The number of units of each layer that keep any weight."""
-    entries = units.gather([answer[name].to(w.dtype) for name, w in zip(units.masked, units.weights, strict=True)])
-    return [0 if living is None else int(living.count_nonzero()) for living in entries]

@@ -32,7 +32,7 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
     if folder.is_dir():
         run = run_folder.read(folder) if weights is None else None
         made = run_folder.recipe_of(folder) if run is None else run.recipe
-        source = registry.load(data_name or made.data.name, data_dir, **made.data.loading())
+        source = made.data.load(data_dir, name=data_name)
         if run is None:
             return Subject(build(made.model, source, weights), source, threat(made))
         before = _dense_weights(run)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from harp import __version__
-from harp.data import registry
 from harp.errors import RecipeError
 from harp.evaluation import score
 from harp.experiments import build, dense_baseline, pool, run_folder, table
@@ -102,7 +101,7 @@ class Comparison:
         self.parts = pipeline.parts(self.content["stages"])
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
             raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
-        self.data = registry.load(base.data.name, data_dir, display=self.display, **base.data.loading())
+        self.data = base.data.load(data_dir, display=self.display)
         self.units = build.units_of(base.units, build.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
         self.contents = run_folder.contents(base, self.data)
@@ -147,7 +146,7 @@ class Comparison:
             return self.parts.dense(), dense_baseline.part(self.study.recipe, width)
         pruner = method.pruner(keep)
         PRUNERS[method.name](self.units, **{key: value for key, value in pruner.items() if key != "name"})
-        stages = self.protocol.stages(pruner, *self.parts, self.content.get("objective"))
+        stages = self.protocol.stages(self.parts, pruner, self.content.get("objective"))
         pipeline.check_learns(method.label, method.name, stages)
         return stages, self.content["model"]
 

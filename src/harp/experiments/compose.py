@@ -13,7 +13,6 @@ PRUNED is in per cent of the weights; FACTOR divides the FLOPs.
 """
 
 import inspect
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,6 @@ from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.units import BUDGETS
 from harp.training import objectives
-from harp.training.free_at import FreeTraining
 from harp.training.objectives import OBJECTIVES
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -162,9 +160,9 @@ def _composed(base: dict[str, Any], axes: Axes, choice: Choice) -> dict[str, Any
     keep = share(own.get("keep") if choice.keep is None else choice.keep)
     objective = _objective(base, resolved, choice.objective)
     if objective["name"] == "free" != resolved.objective["name"]:
-        parts = _replayed(parts, bool(PRUNERS[name].finetuning))
+        parts = parts.replayed(bool(PRUNERS[name].finetuning))
     pruner = {"name": name, **inherited(name, own), **options, "keep": keep}
-    stages = pipeline.stages(pruner, *parts, objective)
+    stages = parts.equal(pruner, objective)
     pipeline.check_learns(name, name, stages)
     evaluate = dict(base.get("evaluate", {}))
     if objective["name"] == "natural":
@@ -290,21 +288,6 @@ def _epsilon(resolved: Recipe) -> float:
     if (own := objectives.epsilon(resolved.objective)) is not None:
         return own
     return objectives.PgdTraining.epsilon if resolved.evaluate.epsilon is None else resolved.evaluate.epsilon
-
-
-def _replayed(parts: pipeline.Parts, own_loss: bool) -> pipeline.Parts:
-    """The stages at the lengths of Free-AT, except those with an objective of their own."""
-
-    def shorter(stage: Mapping[str, Any]) -> dict[str, Any]:
-        return {**stage} if "objective" in stage else {**stage, "epochs": replayed(stage["epochs"])}
-
-    finetune = parts.finetune if own_loss else shorter(parts.finetune)
-    return pipeline.Parts([shorter(stage) for stage in parts.pretrain], shorter(parts.prune), finetune)
-
-
-def replayed(epochs: int) -> int:
-    """The epochs of Free-AT in place of so many others: each is replayed several times."""
-    return math.ceil(epochs / FreeTraining.replays)
 
 
 # Names

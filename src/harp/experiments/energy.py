@@ -3,12 +3,12 @@
 The formula is that of the Machine Learning Impact Calculator (Lacoste et al., "Quantifying the Carbon Emissions of
 Machine Learning", 2019), which the HARP paper uses:
 
-    kWh  =  watts / 1000 · hours · PUE          g CO2  =  kWh · intensity
+    kWh  =  watts / 1000 · hours          g CO2  =  kWh · intensity
 
 A GPU is assumed to be the paper's, an RTX 3090 of 350 W. The default intensity of the electricity is the world's mean,
 because the location of a run is not known. At `PAPER_INTENSITY`, the calculator's 610 g/kWh of Google's region
-europe-west3, the 10,198 hours of the paper emit the 2,177.27 kg that it reports. The power usage effectiveness (PUE:
-the energy of a building for each unit that its machines take) is 1 by default, because the calculator has none.
+europe-west3, the 10,198 hours of the paper emit the 2,177.27 kg that it reports. The energy of the building around the
+machines is not included.
 """
 
 import logging
@@ -24,7 +24,6 @@ from harp.errors import RecipeError
 
 GPU_WATTS = 350.0  # board power of the RTX 3090, the card of the paper
 CPU_WATTS = 65.0  # an assumption: the usual thermal design power of a desktop's processor
-PUE = 1.0
 INTENSITY = 475.0  # g CO2 / kWh, the world's mean by the IEA's Global Energy & CO2 Status Report of 2019
 PAPER_INTENSITY = 610.0
 """The paper's, g CO2 / kWh: europe-west3 in the calculator."""
@@ -33,15 +32,13 @@ _CPU_MODES = ("intel_rapl", "windows_emi", "intel_power_gadget")  # codecarbon's
 _CHIPS = ("AppleSiliconChip", "Raspberry")  # chips that report their power
 
 
-def estimate(
-    hours: float, *, watts: float = GPU_WATTS, pue: float = PUE, intensity: float = INTENSITY
-) -> dict[str, Any]:
+def estimate(hours: float, *, watts: float = GPU_WATTS, intensity: float = INTENSITY) -> dict[str, Any]:
     """Energy (kWh) and CO2 (g) of so many hours at so many watts, and in `by` the formula with its numbers."""
-    _check(watts, pue, intensity)
-    if not 0 <= hours < math.inf:
-        raise RecipeError(f"hours must be a finite number of 0 or more, not {hours!r}")
-    kwh = watts / 1000 * hours * pue
-    by = f"formula: {watts:g} W x {hours:.3g} h x PUE {pue:g} x {intensity:g} g/kWh"
+    for name, value in (("hours", hours), ("watts", watts), ("intensity", intensity)):
+        if not 0 <= value < math.inf:
+            raise RecipeError(f"{name} must be a finite number of 0 or more, not {value!r}")
+    kwh = watts / 1000 * hours
+    by = f"formula: {watts:g} W x {hours:.3g} h x {intensity:g} g/kWh"
     return {"kwh": kwh, "co2_g": kwh * intensity, "by": by}
 
 
@@ -59,11 +56,8 @@ class Meter:
     measured work.
     """
 
-    def __init__(
-        self, *, watts: float = CPU_WATTS, pue: float = PUE, intensity: float = INTENSITY, nodes: int = 1
-    ) -> None:
-        _check(watts, pue, intensity)
-        self.watts, self.pue, self.intensity, self.nodes = watts, pue, intensity, nodes
+    def __init__(self, *, watts: float = CPU_WATTS, nodes: int = 1) -> None:
+        self.watts, self.nodes = watts, nodes
         self.result: dict[str, Any] = {}
         self._tracker: Any = None
         self._measured: tuple[float, str] | None = None  # kWh, and by what
@@ -84,17 +78,11 @@ class Meter:
     def over(self, seconds: float) -> dict[str, Any]:
         """The energy of so many seconds at the measured power, for work that began before the block too."""
         if self._measured is None or not self._seconds:
-            return estimate(seconds / 3600, watts=self.watts, pue=self.pue, intensity=self.intensity)
+            return estimate(seconds / 3600, watts=self.watts)
         kwh, by = self._measured
-        kwh *= self.nodes * self.pue * seconds / self._seconds
+        kwh *= self.nodes * seconds / self._seconds
         by = by if self.nodes == 1 else f"{by}, one of {self.nodes} nodes"
-        return {"kwh": kwh, "co2_g": kwh * self.intensity, "by": by}
-
-
-def _check(watts: float, pue: float, intensity: float) -> None:
-    for name, value, least in (("watts", watts, 0), ("pue", pue, 1), ("intensity", intensity, 0)):
-        if not least <= value < math.inf:
-            raise RecipeError(f"{name} must be a finite number of {least} or more, not {value!r}")
+        return {"kwh": kwh, "co2_g": kwh * INTENSITY, "by": by}
 
 
 def _started() -> Any:

@@ -6,8 +6,8 @@ from harp.data.datasets.base import Preset
 from harp.data.registry import DATASETS
 from harp.errors import RecipeError
 from harp.experiments import compose
-from harp.experiments import stages as pipeline
 from harp.experiments.recipe import number
+from harp.experiments.stages import ONE_STEP, Parts
 from harp.pruning.methods import PRUNERS
 
 BEST = {"weights": "tandem", "channels": "magnitude"}
@@ -38,23 +38,21 @@ def recipe(
     """
     name, options = compose.read_method(method, strategy)
     preset = DATASETS[data].preset if data in DATASETS else Preset()
-    usual = list(preset.epochs)
-    if objective == "free":  # fine-tuning under a loss of the method's own keeps its length
-        shorter = [compose.replayed(length) for length in usual]
-        usual = [*shorter[:2], usual[2] if PRUNERS[name].finetuning else shorter[2]]
-    pretrain, prune, finetune = (n if given is None else given for given, n in zip(epochs, usual, strict=True))
+    names = ("pretrain", "prune", "finetune")
+    first, second, third = ({"name": n, "epochs": length} for n, length in zip(names, preset.epochs, strict=True))
+    usual = Parts([first], second, {**third, "optimizer": {"lr": 0.01}})
+    if objective == "free":
+        usual = usual.replayed(bool(PRUNERS[name].finetuning))
+    pretrain, prune, finetune = (
+        stage if given is None else {**stage, "epochs": given}
+        for given, stage in zip(epochs, (usual.pretrain[0], usual.prune, usual.finetune), strict=True)
+    )
     training: dict[str, Any] = {"name": objective}
     evaluation: dict[str, Any] = {"attacks": ["pgd-20"]}
     (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
-    if objective != "natural" and objective not in pipeline.ONE_STEP:
+    if objective != "natural" and objective not in ONE_STEP:
         training["step"] = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
-    stages = pipeline.stages(
-        {"name": name, **options, "keep": keep},
-        [] if weights is not None else [{"name": "pretrain", "epochs": pretrain}],
-        {"name": "prune", "epochs": prune},
-        {"name": "finetune", "epochs": finetune, "optimizer": {"lr": 0.01}},
-        training,
-    )
+    parts = Parts([] if weights is not None else [pretrain], prune, finetune)
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}
@@ -66,7 +64,7 @@ def recipe(
         "model": {"name": model} if weights is None else {"name": model, "weights": weights},
         "units": {**units, "ignore": ignore},
         "objective": training,
-        "stages": stages,
+        "stages": parts.equal({"name": name, **options, "keep": keep}, training),
         "evaluate": evaluation,
     }
 

@@ -35,6 +35,8 @@ from torch import nn
 
 from harp import models
 from harp.attacks import ATTACKS, named
+from harp.data import registry
+from harp.data.dataset import DataSet
 from harp.errors import RecipeError
 from harp.models import MODELS
 from harp.pruning.allocation import STRATEGIES
@@ -42,6 +44,7 @@ from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.schedules import SCHEDULES
 from harp.pruning.units import BUDGETS
+from harp.system.progress import Quiet
 from harp.training.objectives import OBJECTIVES
 
 FORMAT = 2  # part of every hash: raise it if the same recipe gives another result
@@ -190,9 +193,15 @@ class Data(_Part):
     )  # of test images, with `resized`: they are cropped from a larger one
     corrupt: NotNegative = 0.001  # undecodable images that training tolerates, a share or a count
 
-    def loading(self) -> dict[str, Any]:
-        """Further arguments of `harp.data.registry.load`."""
-        return {"size": self.size, "stream": self.stream, "margin": self.margin if self.crop == "resized" else None}
+    def load(self, data_dir: Path | None, *, name: str | None = None, display: Quiet | None = None) -> DataSet:
+        """Load the data set, or another one by its name with the same options."""
+        size, stream, margin = self.size, self.stream, self.test_margin
+        return registry.load(name or self.name, data_dir, size, stream=stream, margin=margin, display=display)
+
+    @property
+    def test_margin(self) -> float | None:
+        """The margin, if it is used."""
+        return self.margin if self.crop == "resized" else None
 
     def held(self, images: int) -> int:
         """The number of images that are held out of training."""

@@ -116,7 +116,7 @@ class Run:
         self.fabric = fabric if fabric is not None else engine.launch(recipe.precision)
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
-        self.data = source or registry.load(recipe.data.name, data_dir, display=self.display, **recipe.data.loading())
+        self.data = source or recipe.data.load(data_dir, display=self.display)
         sharers = affinity.sharers(self.peers)
         self.workers = default_workers(sharers) if workers is None else workers
         count = recipe.data.held(len(self.data.train))
@@ -143,20 +143,15 @@ class Run:
 
     def _units(self) -> Units:
         """The units to prune. Latencies are measured once in a run: a resumed run and all ranks use the same ones."""
-        file = self._latency_file()
+        pruning = [number for number, stage in enumerate(self.recipe.stages) if stage.prunes]
+        measured = self.recipe.units.budget == "latency" and bool(pruning)
+        file = self.stage_folder(pruning[0]) / "latency.json" if measured else None
         latency = Latency.from_dict(files.read_json(file)) if file is not None and file.exists() else None
         units = build.units_of(self.recipe.units, self.model, self.data, latency)
         if file is None or latency is not None or self.fabric.world_size == 1 or not isinstance(units, Channels):
             return units
         first = self.fabric.broadcast(units.latency.as_dict() if units.latency is not None else {})
         return build.units_of(self.recipe.units, self.model, self.data, Latency.from_dict(first))
-
-    def _latency_file(self) -> Path | None:
-        """The file of the measured latencies, in the folder of the stage that prunes; None for other budgets."""
-        pruning = [number for number, stage in enumerate(self.recipe.stages) if stage.prunes]
-        if self.recipe.units.budget != "latency" or not pruning:
-            return None
-        return self.stage_folder(pruning[0]) / "latency.json"
 
     def folder(self) -> Path:
         """The folder of the results."""
@@ -402,25 +397,20 @@ class Run:
         identity = recipe.identity(len(recipe.stages), *self.contents)
         for result in outcome.results:
             files.write_json(folder / "results" / f"{result['name']}.json", {"recipe": identity, **result})
+        cost = macs.cost(self.model, self.data.shape, outcome.masks if self.cut is None else {})
         summary: dict[str, Any] = {
             "recipe": identity,
             "name": recipe.name,
             "source": self.data.source,
             "stages": [str(self.stage_folder(n).relative_to(self.root)) for n in range(len(recipe.stages))],
             "network": fingerprint(self.model),
-            "cost": self._cost(outcome.masks),
+            "cost": cost if self.cut is None else macs.reduced(self.dense_cost, cost),
             "budget": artefact.budget(self.units, outcome.masks, self.total),
             "results": outcome.results,
             "dense": outcome.dense,
             "layers": artefact.layers(self.units, outcome.masks),
         }
         files.write_json(folder / "summary.json", summary | self._warnings(outcome))
-
-    def _cost(self, answer: Masks | None) -> dict[str, Any]:
-        """The cost of the network, beside its cost before pruning."""
-        if self.cut is None:
-            return macs.cost(self.model, self.data.shape, answer)
-        return macs.reduced(self.dense_cost, macs.cost(self.model, self.data.shape, {}))
 
     def _warnings(self, outcome: Outcome) -> dict[str, Any]:
         """What a reader has to be warned of: as facts, and as one sentence each."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from harp import models
 from harp.data.registry import DATASETS, DataSet, facts
-from harp.data.registry import load as load_data
 from harp.errors import CheckpointError, ModelError, RecipeError, RunFolderError
 from harp.experiments import artefact, recipe
 from harp.experiments.recipe import Recipe, Stage
@@ -172,16 +171,11 @@ class Finished:
         shapes = [result["shape"] for result in self.of_kind("examples") if len(result.get("shape", ())) == 3]
         return (int(shapes[0][0]), int(shapes[0][1]), int(shapes[0][2])) if shapes else None
 
-    def network(
-        self,
-        shape: tuple[int, int, int] | None = None,
-        classes: int | None = None,
-        remedy: str = "add --shape, like 3x32x32",
-    ) -> Network:
+    def network(self, shape: tuple[int, int, int] | None = None, classes: int | None = None) -> Network:
         """The network, rebuilt for its own images or for another shape and number of classes."""
         shape = shape or self.shape
         if shape is None:
-            raise RecipeError(f"{self.folder} does not say the shape of its images: {remedy}")
+            raise RecipeError(f"{self.folder} does not say the shape of its images: add --shape, like 3x32x32")
         architecture = self.recipe.model.build(classes or self.classes, shape).eval()
         model, cut = copy.deepcopy(architecture), artefact.cut_of(self.folder)
         artefact.load(self.folder, model)
@@ -260,8 +254,7 @@ def load_run(folder: str | Path, *, data_dir: str | Path | None = None) -> Loade
     run = read(folder)
     shape = run.shape
     if shape is None:
-        directory = None if data_dir is None else Path(data_dir)
-        shape = load_data(run.recipe.data.name, directory, **run.recipe.data.loading()).shape
+        shape = run.recipe.data.load(None if data_dir is None else Path(data_dir)).shape
     return network_of(run, shape)
 
 
@@ -366,15 +359,15 @@ def plain_correct(result: Mapping[str, Any]) -> tuple[int, int]:
     return sum(result["correct"]), sum(result["totals"])
 
 
-def named(run: Finished, name: str, epsilon: float | None = None, norm: str = "linf") -> Mapping[str, Any] | None:
-    """The result of an attack at an epsilon, or without an attack; of several the one on the most images."""
-    results = [result for result in run.results if _fits(result, name, epsilon, norm)]
+def named(run: Finished, name: str, epsilon: float | None = None) -> Mapping[str, Any] | None:
+    """The result of an attack at an epsilon in L-inf, or without an attack; of several the one on the most images."""
+    results = [result for result in run.results if _fits(result, name, epsilon)]
     return max(results, key=lambda result: plain_correct(result)[1]) if results else None
 
 
-def _fits(result: Mapping[str, Any], name: str, epsilon: float | None, norm: str) -> bool:
+def _fits(result: Mapping[str, Any], name: str, epsilon: float | None) -> bool:
     attack = result.get("attack") or {}
     if epsilon is None:
         return not attack and result["name"] == name
     same = re.split("[,@]", str(result["name"]))[0] == name or str(attack.get("type", "")).lower() == name
-    return same and attack.get("norm", "linf") == norm and abs(attack.get("epsilon", -1) - epsilon) < 1e-6
+    return same and attack.get("norm", "linf") == "linf" and abs(attack.get("epsilon", -1) - epsilon) < 1e-6

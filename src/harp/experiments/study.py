@@ -141,11 +141,13 @@ def parse(
     protocol = content.get("protocol", "equal")
     if protocol not in PROTOCOLS:
         raise RecipeError(f"study: {unknown('protocol', protocol, PROTOCOLS)}")
-    rank_by = _rank_by(content.get("rank_by"), made)
+    rank_by, evaluate = _rank_by(content.get("rank_by"), made), made.evaluate
+    if rank_by not in evaluate.attacks:
+        evaluate = evaluate.model_copy(update={"attacks": [*evaluate.attacks, rank_by]})
     return Study(
         name=name,
         description=str(content.get("description", made.description)),
-        recipe=_evaluated_by(rank_by, made),
+        recipe=made.model_copy(update={"evaluate": evaluate}),
         methods=methods,
         keep=tuple(sorted(keep, reverse=True)),
         seeds=tuple(seeds),
@@ -228,14 +230,6 @@ def _rank_by(value: Any, made: Recipe) -> str | Mapping[str, Any]:
     except (ValidationError, RecipeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise RecipeError(f"study: rank_by: {first.removeprefix('Value error, ')}") from error
-
-
-def _evaluated_by(attack: str | Mapping[str, Any], made: Recipe) -> Recipe:
-    """The recipe with an attack in its evaluation."""
-    attacks = made.evaluate.attacks
-    if attack in attacks:
-        return made
-    return made.model_copy(update={"evaluate": made.evaluate.model_copy(update={"attacks": [*attacks, attack]})})
 
 
 def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]:

@@ -144,7 +144,7 @@ def source_of(
 ) -> registry.DataSet | None:
     """The run's data set; without it files are checked on noise only."""
     try:
-        return registry.load(run_recipe.data.name, data_dir, **run_recipe.data.loading())
+        return run_recipe.data.load(data_dir)
     except DataError as error:
         if needed:
             raise

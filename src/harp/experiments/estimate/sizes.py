@@ -63,8 +63,8 @@ class Sizes:
         if known is not None:
             shape = known.shape if side is None else (known.shape[0], side, side)
             return cls(known.train, known.test, shape, known.classes)
-        options = recipe.data.loading() | ({"stream": True} if _has_files(recipe) else {})  # no image is decoded
-        data = registry.load(recipe.data.name, data_dir, **options)
+        part = recipe.data.model_copy(update={"stream": True}) if _has_files(recipe) else recipe.data
+        data = part.load(data_dir)  # no image of a folder is decoded
         return cls(len(data.train), len(data.test), data.shape, data.num_classes)
 
 
@@ -92,8 +92,7 @@ def sizes(
         data = replace(data, classes=classes)
     if not 1 <= recipe.data.held(data.train) < data.train:
         raise RecipeError(f"data.holdout is {recipe.data.holdout:g} of {data.train:,} images: nothing is left to train")
-    loading = recipe.data.loading()
-    streamed = _has_files(recipe) and is_streamed(data.decoded(), loading["stream"], loading["margin"])
+    streamed = _has_files(recipe) and is_streamed(data.decoded(), recipe.data.stream, recipe.data.test_margin)
     return replace(data, streamed=streamed)
 
 
