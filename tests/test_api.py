@@ -120,7 +120,7 @@ REVEALED = [
     "dict[str, torch._tensor.Tensor]",
     "torch._tensor.Tensor",
     "harp.evaluation.score.Score",
-    "harp.experiments.loaded_run.LoadedRun",
+    "harp.experiments.run_folder.LoadedRun",
     "torch.nn.modules.module.Module",
     "harp.experiments.recipe.Recipe",
     "dict[str, Any]",

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from harp.evaluation.score import Score as Score
     from harp.evaluation.score import accuracy as accuracy
     from harp.experiments.compose import load as load_recipe
-    from harp.experiments.loaded_run import LoadedRun as LoadedRun
-    from harp.experiments.loaded_run import load_run as load_run
     from harp.experiments.recipe import Recipe as Recipe
     from harp.experiments.run import Run as Run
+    from harp.experiments.run_folder import LoadedRun as LoadedRun
+    from harp.experiments.run_folder import load_run as load_run
     from harp.models import build as build_model
     from harp.models.weights import load_weights as load_weights
     from harp.models.weights import save_model as save_model
@@ -126,7 +126,7 @@ _HOMES = {
     "Hydra": "harp.pruning.methods",
     "Lamp": "harp.pruning.methods",
     "Latent": "harp.pruning.methods",
-    "LoadedRun": "harp.experiments.loaded_run",
+    "LoadedRun": "harp.experiments.run_folder",
     "Mad": "harp.pruning.methods",
     "Magnitude": "harp.pruning.methods",
     "Mart": "harp.training.objectives",
@@ -157,7 +157,7 @@ _HOMES = {
     "load_data": "harp.data.registry",
     "load_masks": "harp.pruning.masks",
     "load_recipe": "harp.experiments.compose",
-    "load_run": "harp.experiments.loaded_run",
+    "load_run": "harp.experiments.run_folder",
     "load_weights": "harp.models.weights",
     "peers": "harp.system.distributed.peers",
     "save_masks": "harp.pruning.masks",

@@ -16,7 +16,7 @@ from harp.cli import app
 from harp.deploy import slim
 from harp.errors import HarpError, Interrupted, ModelError, RecipeError
 from harp.evaluation import accuracy
-from harp.experiments import artefact, build, finished_run, recipe
+from harp.experiments import artefact, build, recipe, run_folder
 from harp.experiments.compare import Comparison
 from harp.experiments.run import Run
 from harp.experiments.study import parse as parse_study
@@ -89,7 +89,7 @@ def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Ru
 
 
 def test_the_wide_state_answers_like_the_small_network(run: Run) -> None:
-    found = finished_run.read(run.folder())
+    found = run_folder.read(run.folder())
     wide = build.build(run.recipe.model, run.data, None).eval()
     wide.load_state_dict(found.state())
     x = run.data.test.images[:16].float() / 255

@@ -20,12 +20,12 @@ import yaml
 from harp.errors import AT_CHANCE, BudgetError, Interrupted, RecipeError
 from harp.evaluation import confidence
 from harp.experiments import compose, recipe, study
-from harp.experiments import stages as pipeline
 from harp.experiments import table as standings
 from harp.experiments.compare import Comparison
-from harp.experiments.pool import Task, work
+from harp.experiments.pool import Task, start, work
 from harp.experiments.run import Run
-from harp.experiments.slurm import local
+from harp.experiments.stages import Parts
+from harp.experiments.stages import parts as split
 from harp.pruning.methods import PRUNERS
 from harp.reports import plots
 from harp.system import files
@@ -61,7 +61,7 @@ def here(comparison: Comparison, fail: str = "nothing") -> Callable[[str], Done]
         if fail in name:
             files.write_text(comparison.folder / "logs" / f"{name}.log", "epoch 1\nerror: out of | luck\n\n")
             return Done(2)
-        made = recipe.load(comparison.folder / "recipes" / f"{name}.yaml")
+        made = compose.load(comparison.folder / "recipes" / f"{name}.yaml")
         assert Run(made, comparison.root).execute().folder == entry.folder
         return Done()
 
@@ -82,9 +82,7 @@ def layout(comparison: Comparison) -> dict[str, list[tuple[str, str, int]]]:
     }
 
 
-def test_all_methods_train_for_the_same_epochs_spent_as_their_papers_spend_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_methods_train_for_the_same_number_of_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Scratch(PRUNERS["magnitude"]):  # type: ignore[misc]
         from_scratch = True
 
@@ -179,11 +177,11 @@ def test_the_papers_protocol_has_the_papers_settings(tmp_path: Path) -> None:
 
 
 def test_the_papers_step_is_for_attacks_of_many_steps() -> None:
-    parts = (STAGES[:1], STAGES[1], STAGES[2])
+    parts = Parts(STAGES[:1], STAGES[1], STAGES[2])
     mad = {"name": "mad", "keep": 0.1}
 
     def under(objective: dict[str, Any] | None) -> list[Any]:
-        return [stage.get("objective") for stage in pipeline.published(mad, *parts, objective)]  # type: ignore[arg-type]
+        return [stage.get("objective") for stage in parts.published(mad, objective)]
 
     assert [part["step"] for part in under(None)] == [0.0069] * 3
     assert [part["step"] for part in under({"name": "trades", "epsilon": 0.1})] == [0.0219938] * 3
@@ -197,18 +195,17 @@ def test_a_natural_warm_up_is_not_added_to_a_training_from_scratch() -> None:
     first, second, third = ({**stage, "epochs": epochs} for stage, epochs in zip(STAGES, (100, 20, 100), strict=True))
     scratch, pgd = {"name": "bcs-p", "keep": 0.1}, {"name": "pgd"}
 
-    def epochs(pretrain: list[dict[str, Any]], objective: dict[str, Any], lay_out: Any = pipeline.stages) -> int:
-        (only,) = lay_out(scratch, pretrain, second, third, objective)
+    def epochs(pretrain: list[dict[str, Any]], objective: dict[str, Any], lay_out: Any = Parts.equal) -> int:
+        (only,) = lay_out(Parts(pretrain, second, third), scratch, objective)
         return int(only["epochs"])
 
     assert epochs([warm_up, first], pgd) == epochs([first], pgd) == 220
     assert epochs([{**warm_up, "objective": "natural"}, first], pgd) == 220
     assert epochs([warm_up, first], {"name": "natural"}) == 230
     assert epochs([{**first, "objective": {"name": "natural"}}], pgd) == 220
-    assert epochs([warm_up, first], pgd, pipeline.published) == 200
+    assert epochs([warm_up, first], pgd, Parts.published) == 200
     made = compose.load("svhn/vgg16").model_dump(mode="json", exclude_defaults=True)
-    pretrain, prune, finetune = pipeline.parts(made["stages"])
-    assert pipeline.stages(scratch, pretrain, prune, finetune, made["objective"])[0]["epochs"] == 220
+    assert split(made["stages"]).equal(scratch, made["objective"])[0]["epochs"] == 220
 
 
 def test_no_pretraining_where_nobody_needs_it(tmp_path: Path) -> None:
@@ -216,7 +213,7 @@ def test_no_pretraining_where_nobody_needs_it(tmp_path: Path) -> None:
     assert [entry.name for entry in compared(tmp_path, methods=["dense"]).entries] == ["t-dense-seed0"]
 
 
-def test_names_budgets_and_the_folder(tmp_path: Path) -> None:
+def test_names_of_runs_and_of_the_folder_of_a_comparison(tmp_path: Path) -> None:
     comparison = compared(tmp_path, methods=["harp:reach=1/100"], keep=["7%", "12.5%"], seeds=[2, 5])
     assert [entry.recipe.name for entry in comparison.entries] == [
         *["t-dense"] * 2,
@@ -246,10 +243,10 @@ def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: to put methods"),
+        ({"recipe": {**SHORT, "stages": STAGES[:2]}}, "pruners are dense, harp: for other methods"),
         (
             {"recipe": {**SHORT, "stages": [*STAGES, {**STAGES[2], "name": "more"}]}},
-            "fixed, fixed: to put methods",
+            "fixed, fixed: for other methods",
         ),
         ({"recipe": {**SHORT, "evaluate": {"attacks": []}}}, "evaluate.attacks is empty"),
         ({"recipe": {**SHORT, "stages": [STAGES[0], {**STAGES[1], "epochs": 0}, STAGES[2]]}}, "has 0 epochs"),
@@ -259,7 +256,7 @@ def test_a_machine_elsewhere_may_choose_another_precision(tmp_path: Path, monkey
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_not_be_compared(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_recipes_that_can_not_be_compared_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises((RecipeError, BudgetError)) as caught:
         compared(tmp_path / "runs", **changes)
     assert said in str(caught.value) and not (tmp_path / "runs").exists()
@@ -314,7 +311,7 @@ def test_the_table_is_what_the_files_say(finished: tuple[Comparison, dict[str, A
     assert kept["dense-small"][1] <= budget
 
 
-def test_pictures(finished: tuple[Comparison, dict[str, Any]]) -> None:
+def test_the_plots_of_a_comparison_are_drawn(finished: tuple[Comparison, dict[str, Any]]) -> None:
     comparison, outcome = finished
     paths = plots.draw_study(comparison.folder, outcome)
     assert [path.name for path in paths] == ["robust.png", "robust.svg"]
@@ -323,7 +320,9 @@ def test_pictures(finished: tuple[Comparison, dict[str, Any]]) -> None:
         plots.draw_study(comparison.folder, {**outcome, "rows": rows})
 
 
-def test_a_second_time_runs_nothing_and_says_the_same(finished: tuple[Comparison, dict[str, Any]]) -> None:
+def test_a_second_execution_runs_nothing_and_gives_the_same_results(
+    finished: tuple[Comparison, dict[str, Any]],
+) -> None:
     comparison, outcome = finished
     again = compared(comparison.root, methods=["magnitude", "hydra", "dense-small"], seeds=[0, 1])
     assert json.dumps(again.execute(start=never)) == json.dumps(outcome)
@@ -432,7 +431,7 @@ def test_weights_from_a_file_are_the_dense_row(finished: tuple[Comparison, dict[
 # ---------------------------------------------------------------- the order of the work
 
 
-def test_tasks_wait_for_theirs_and_only_for_theirs() -> None:
+def test_tasks_wait_only_for_the_task_that_they_build_on() -> None:
     log: list[str] = []
     ends = {"a": 3, "b": 9}
 
@@ -488,7 +487,7 @@ def test_if_one_can_not_be_started_the_others_are_asked_to_end() -> None:
     assert process.signals == [signal.SIGTERM]
 
 
-def test_threads_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_gets_its_share_of_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda words, env, **more: seen.append(env))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -496,7 +495,7 @@ def test_threads_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if wished is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", wished)
-        local.start(tmp_path / "r.yaml", tmp_path, None, tmp_path / "logs" / "r.log", jobs)
+        start(("true",), tmp_path / "logs" / "r.log", jobs)
     assert [env["OMP_NUM_THREADS"] for env in seen] == ["4", "2", "1", "1", "2", "2"]
     assert all(env["OMP_WAIT_POLICY"] == "PASSIVE" for env in seen)
 
@@ -525,7 +524,7 @@ def test_two_jobs_from_the_command_line(harp: Harp, tmp_path: Path) -> None:
     refused(harp, "compare", "s.yaml", "--methods", "harb", said="did you mean 'harp'?")
 
 
-def test_stopped_it_saves_and_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_comparison_saves_and_resumes(tmp_path: Path) -> None:
     long = {**SHORT, "stages": [{**STAGES[0], "epochs": 25}, *STAGES[1:]]}
     (tmp_path / "s.yaml").write_text(yaml.safe_dump({**STUDY, "recipe": long, "methods": ["magnitude"]}))
     command = [sys.executable, "-m", "harp", "compare", "s.yaml"]
@@ -555,7 +554,7 @@ def test_two_processes_train_a_stage_once(tmp_path: Path) -> None:
         assert sum(log.count(f"{stage}: done before") for log in logs) == 1, logs
 
 
-def test_who_waits_for_another_process_says_so_and_can_be_stopped(tmp_path: Path) -> None:
+def test_waiting_for_another_process_is_shown_and_can_be_stopped(tmp_path: Path) -> None:
     class Ears(Quiet):
         def note(self, text: str) -> None:
             said.append(text)
@@ -622,7 +621,7 @@ def test_tables_are_in_the_units_of_the_budget() -> None:
     assert "| method | FLOPs kept |" in text and "| harp | 902,086 |" in text and "weights kept" not in text
 
 
-def test_a_row_says_all_that_is_wrong_with_its_runs() -> None:
+def test_a_row_has_all_remarks_on_its_runs() -> None:
     facts = {"method": "m", "keep": 0.1, "failed": None, "epochs": [1], "natural": 0.5, "robust": 0.4, "seconds": 1.0}
     facts |= {"kept": 10}
     told = [{"at_chance": True}, {"budget_met": False}, {"at_chance": True, "budget_met": False}, {"failed": "why"}]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harp.errors import RecipeError
-from harp.experiments import finished_run, presets
+from harp.experiments import presets, run_folder
 from harp.experiments.recipe import parse
 from harp.experiments.run import Run
 from harp.pruning.masks import kept
@@ -72,13 +72,13 @@ def test_channels_are_pruned_from_flags(method: str, tmp_path: Path, monkeypatch
     run = Run(made, tmp_path, fabric=fabric.launch(accelerator="cpu"))
     outcome = run.execute()
     assert run.cut is not None
-    told = finished_run.read(outcome.folder)
+    told = run_folder.read(outcome.folder)
     assert told.unit == "MACs" and told.kept <= run.total < 0.06 * told.size
     counts = [(layer["kept"], layer["size"]) for layer in told.summary["layers"]]
     assert all(kept % 2 == 0 or kept == size for kept, size in counts)
 
 
-def test_units_without_a_meaning_are_one_line() -> None:
+def test_units_without_a_meaning_are_refused_in_one_line() -> None:
     with pytest.raises(RecipeError, match="multiple has no meaning for weights"):
         parse(content("harp", multiple=8))
     with pytest.raises(RecipeError, match="unknown budget of weights 'flops'"):
@@ -87,7 +87,7 @@ def test_units_without_a_meaning_are_one_line() -> None:
     assert "kind" not in content("harp")["units"]
 
 
-def test_unknown_methods_and_strategies_are_one_line() -> None:
+def test_unknown_methods_and_strategies_are_refused_in_one_line() -> None:
     with pytest.raises(RecipeError, match="unknown method 'harpp': did you mean 'harp'"):
         content("harpp")
     with pytest.raises(RecipeError, match="lamp takes no strategy"):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harp.errors import RecipeError
-from harp.experiments.recipe import Recipe, load, number, parse
+from harp.experiments.compose import load
+from harp.experiments.recipe import Recipe, number, parse
 from support.recipes import PLAIN
 
 
@@ -40,12 +41,12 @@ def written(tmp_path: Path, text: str | bytes) -> Path:
     ("text", "value"),
     [("8/255", 8 / 255), ("1e-4", 1e-4), ("1%", 0.01), ("0.7%", 0.007), ("0.1 %", 0.001), (" 3 ", 3.0), ("-1e2", -100)],
 )
-def test_number(text: str, value: float) -> None:
+def test_numbers_are_read_from_text(text: str, value: float) -> None:
     assert number(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "x", "1/0", "1/", "/2", "1/2/3", "%", "1e", "8 255", True])
-def test_no_number(text: Any) -> None:
+def test_text_that_is_no_number_is_an_error(text: Any) -> None:
     with pytest.raises(ValueError, match="is no number"):
         number(text)
 
@@ -164,12 +165,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED, ids=[change for change, _ in REFUSED])
-def test_refused(change: str, message: str) -> None:
+def test_wrong_values_are_refused(change: str, message: str) -> None:
     assert message in refusal(change)
 
 
 @pytest.mark.parametrize("key", ["data", "model", "stages"])
-def test_what_is_needed(key: str) -> None:
+def test_a_missing_part_is_an_error(key: str) -> None:
     with pytest.raises(RecipeError, match=f"^recipe: {key}: Field required$"):
         parse({name: value for name, value in PLAIN.items() if name != key})
 
@@ -198,8 +199,8 @@ def test_files_that_are_no_recipes(tmp_path: Path, text: str | bytes, message: s
     assert "\n" not in str(caught.value)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    for missing in (tmp_path, tmp_path / "no.yaml", "fashion"):
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    for missing in (tmp_path, tmp_path / "no.yaml"):
         with pytest.raises(RecipeError, match=f"no recipe file {missing}"):
             load(missing)
 
@@ -207,7 +208,7 @@ def test_missing_file(tmp_path: Path) -> None:
 # --set, precedence, names
 
 
-def test_set() -> None:
+def test_set_changes_values() -> None:
     made = plain(
         "stages.prune.epochs=3",
         "stages.0.epochs=4",
@@ -237,7 +238,7 @@ def test_set() -> None:
         ),
     ],
 )
-def test_nothing_may_be_said_where_it_means_something(pruner: str, expected: dict[str, Any]) -> None:
+def test_null_is_kept_where_it_is_a_value(pruner: str, expected: dict[str, Any]) -> None:
     made = plain(f"stages.prune.pruner={pruner}")
     assert made.stages[1].pruner == expected
     assert parse(yaml.safe_load(made.to_yaml())) == made
@@ -271,7 +272,7 @@ def test_set_leaves_the_content_alone() -> None:
     assert before == PLAIN
 
 
-def test_anchors(tmp_path: Path) -> None:
+def test_every_use_of_a_yaml_anchor_is_a_copy(tmp_path: Path) -> None:
     """What an anchor shares is shared in writing only."""
     text = """
     data: {name: fashion}
@@ -361,7 +362,9 @@ recipes = st.fixed_dictionaries(
 
 @given(recipes)
 @settings(max_examples=150, deadline=None)
-def test_written_and_read_again(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
+def test_a_recipe_is_the_same_after_writing_and_reading(
+    tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]
+) -> None:
     made = parse(content)
     path = tmp_path_factory.getbasetemp() / "again.yaml"
     path.write_text(made.to_yaml(), encoding="utf-8")
@@ -408,7 +411,7 @@ def test_hash_is_known() -> None:
         "precision=auto",
     ],
 )
-def test_hash_stays(change: str) -> None:
+def test_changes_that_do_not_affect_a_result_keep_the_hash(change: str) -> None:
     assert plain(change).identity(3, "data") == plain().identity(3, "data")
 
 

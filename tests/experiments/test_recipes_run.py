@@ -281,4 +281,4 @@ def test_recipe_runs(name: str, root: Path, fabric: Any, monkeypatch: pytest.Mon
     histories = run.histories()
     assert [len(histories[stage.name]) for stage in made.stages] == [stage.epochs for stage in made.stages]
     assert all(torch.isfinite(value).all() for value in run.model.state_dict().values())
-    assert recipe.load(outcome.folder / "recipe.yaml") == made
+    assert compose.load(outcome.folder / "recipe.yaml") == made

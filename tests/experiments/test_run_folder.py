@@ -66,7 +66,7 @@ def attacked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_evaluate_takes_what_the_run_measured(harp: Harp, run: Path, attacked: list[str]) -> None:
+def test_evaluate_uses_results_of_the_run(harp: Harp, run: Path, attacked: list[str]) -> None:
     code, out, err = harp("evaluate", str(run), "--attack", "pgd-2", "--json")
     assert code == 0, err
     assert attacked == []
@@ -78,7 +78,9 @@ def test_evaluate_takes_what_the_run_measured(harp: Harp, run: Path, attacked: l
     assert "measured before" not in harp("evaluate", str(run), "--attack", "pgd-2")[2], "it is in its own folder by now"
 
 
-def test_evaluate_takes_it_for_all_images_by_their_number_too(harp: Harp, run: Path, attacked: list[str]) -> None:
+def test_evaluate_uses_a_result_on_all_images_if_their_number_is_given(
+    harp: Harp, run: Path, attacked: list[str]
+) -> None:
     summary = json.loads((run / "summary.json").read_text())
     count = str(summary["results"][0]["n"])
     code, _, err = harp("evaluate", str(run), "--attack", "pgd-2", "--examples", count, "--no-checks")
@@ -97,7 +99,7 @@ def test_evaluate_takes_it_for_all_images_by_their_number_too(harp: Harp, run: P
     ],
     ids=["epsilon", "norm", "seed", "examples", "store"],
 )
-def test_another_question_is_measured(
+def test_another_attack_or_more_images_are_measured(
     harp: Harp, run: Path, attacked: list[str], words: tuple[str, ...], measured: list[str]
 ) -> None:
     code, _, err = harp("evaluate", str(run), "--attack", "pgd-2", "--no-checks", *words)
@@ -112,7 +114,7 @@ def test_another_network_is_measured(harp: Harp, run: Path, attacked: list[str])
     assert attacked == ["natural", "Pgd 0.1"]
 
 
-def test_run_takes_what_evaluate_measured(harp: Harp, run: Path, attacked: list[str]) -> None:
+def test_run_uses_results_of_evaluate(harp: Harp, run: Path, attacked: list[str]) -> None:
     assert harp("evaluate", str(run), "--attack", "fgsm", "--no-checks")[0] == 0
     assert attacked == ["Fgsm 0.1"]
     code, _, err = harp("run", "tiny.yaml", "--set", "evaluate.attacks=[fgsm]")
@@ -120,7 +122,7 @@ def test_run_takes_what_evaluate_measured(harp: Harp, run: Path, attacked: list[
     assert attacked == ["Fgsm 0.1", "Fgsm 0.1"], "the dense network's is new, the pruned one's is known"
 
 
-def test_a_number_of_an_older_version_is_taken(harp: Harp, run: Path, attacked: list[str]) -> None:
+def test_a_result_of_an_older_version_is_used(harp: Harp, run: Path, attacked: list[str]) -> None:
     (stage,) = Path("runs/stages").glob("*-finetune")
     (number,) = stage.glob("accuracy-natural-*.json")
     content = json.loads(number.read_text()) | {"value": 0.125}
@@ -164,7 +166,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", list(BROKEN))
-def test_a_broken_run_is_the_same_line_for_every_command(harp: Harp, run: Path, damage: str) -> None:
+def test_a_damaged_run_gives_the_same_error_in_every_command(harp: Harp, run: Path, damage: str) -> None:
     name, ruin, message = BROKEN[damage]
     (run / "evaluation").mkdir()
     paths = list(run.glob(name)) or [run / name]
@@ -180,7 +182,7 @@ def test_a_broken_run_is_the_same_line_for_every_command(harp: Harp, run: Path, 
     assert errors["report"].startswith(f"error: {run}") or "stages" in errors["report"]
 
 
-def test_a_run_that_is_not_finished_is_the_same_line(harp: Harp, run: Path) -> None:
+def test_an_unfinished_run_gives_the_same_error_in_every_command(harp: Harp, run: Path) -> None:
     (run / "summary.json").unlink()
     lines = set()
     for command in (*NETWORK, ["report"]):
@@ -192,7 +194,7 @@ def test_a_run_that_is_not_finished_is_the_same_line(harp: Harp, run: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "masks.safetensors"])
-def test_a_network_that_is_gone_is_the_same_line(harp: Harp, run: Path, name: str) -> None:
+def test_a_missing_network_gives_the_same_error_in_every_command(harp: Harp, run: Path, name: str) -> None:
     (run / name).unlink()
     outcomes = [harp(*command, str(run)) for command in NETWORK]
     assert {code for code, *_ in outcomes} == {2}
@@ -200,7 +202,7 @@ def test_a_network_that_is_gone_is_the_same_line(harp: Harp, run: Path, name: st
     assert f"{run} is not finished: there is no {name} in it" in line
 
 
-def test_a_damaged_stage_is_no_traceback_for_run(harp: Harp, run: Path) -> None:
+def test_a_damaged_stage_gives_run_an_error_without_a_traceback(harp: Harp, run: Path) -> None:
     (stage,) = Path("runs/stages").glob("*-finetune/stage.json")
     cut(stage)
     code, _, err = harp("run", "tiny.yaml")
@@ -213,7 +215,7 @@ def test_a_recipe_of_another_version_can_still_be_reported(harp: Harp, run: Path
     (run / "recipe.yaml").write_text(text.replace("name: magnitude", "name: forgotten"))
     assert harp("report", str(run))[0] == 0
     code, _, err = harp("slim", str(run), "--out", "slim")
-    assert code == 2 and f"{run / 'recipe.yaml'} is of no use here: " in err and "forgotten" in err
+    assert code == 2 and f"{run / 'recipe.yaml'} can't be used: " in err and "forgotten" in err
 
 
 def test_the_error_survives_a_process(run: Path) -> None:

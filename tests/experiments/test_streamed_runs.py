@@ -194,7 +194,7 @@ def test_undecodable_test_images_are_left_out_and_counted(
     assert json.loads(path.read_text())["images"] in (12, 7, 10)
 
 
-def test_mended_images_count_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repaired_images_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = spoilt(tmp_path / "pictures")
     assert len(decodable.readable(data.test, workers=1).split) == 10
     (tmp_path / "pictures/test/class1/004.jpg").write_bytes(encoded(1))
@@ -213,7 +213,7 @@ def test_an_audit_knows_which_images_it_has(tmp_path: Path) -> None:
         Audit(accuracy.Subject(Flat(), load("folder", tmp_path / "pictures", 8, stream=True)), None)
 
 
-def test_images_in_memory_are_not_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_images_in_memory_are_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     digits = load("digits")
     with caplog.at_level(logging.DEBUG, "harp"):
         found = decodable.readable(digits.test)

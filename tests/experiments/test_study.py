@@ -43,7 +43,7 @@ def test_a_study_from_its_content() -> None:
     ],
     ids=str,
 )
-def test_methods(value: Any, expected: Method) -> None:
+def test_a_method_is_read_from_text_or_a_mapping(value: Any, expected: Method) -> None:
     assert method(value) == expected
 
 
@@ -121,8 +121,8 @@ def test_commas_between_methods_and_between_options() -> None:
         ("hydra+lam", "unknown strategy 'lam': did you mean 'lamp'?"),
         ("hydra+lamp:strategy=erk", "has its strategy twice"),
         ("harp-s+lamp", "harp-s takes no strategy"),
-        ("harp:keep=1%", "keep is given apart"),
-        ({"name": "harp", "keep": "1%"}, "keep is the study's"),
+        ("harp:keep=1%", "keep is not an option of a method"),
+        ({"name": "harp", "keep": "1%"}, "keep is a key of the study"),
         ("dense-small:width=3", "dense-small has no options"),
         ("dense+lamp", "dense takes no strategy"),
         ({"name": "dense", "at": {"1%": {"width": 3}}}, "dense has no options"),
@@ -134,7 +134,7 @@ def test_commas_between_methods_and_between_options() -> None:
     ],
     ids=str,
 )
-def test_methods_that_make_no_sense(value: Any, said: str) -> None:
+def test_wrong_methods_are_refused(value: Any, said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         method(value)
     assert said in str(caught.value) and "\n" not in str(caught.value)
@@ -166,7 +166,7 @@ def test_methods_that_make_no_sense(value: Any, said: str) -> None:
     ],
     ids=str,
 )
-def test_studies_that_make_no_sense(change: dict[str, Any], said: str) -> None:
+def test_wrong_studies_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError) as caught:
         study.parse({**STUDY, **change})
     assert said in str(caught.value) and "\n" not in str(caught.value)

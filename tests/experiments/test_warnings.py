@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from harp.errors import AT_CHANCE, CheckpointError
-from harp.experiments import finished_run, recipe
+from harp.experiments import recipe, run_folder
 from harp.experiments.run import Run
 from harp.reports import card, html
 from harp.training.loop import Fitted
@@ -36,7 +36,7 @@ def executed(harp: Harp, content: dict[str, Any]) -> tuple[int, list[str], list[
     return code, out.splitlines(), err.splitlines(), folder, json.loads((folder / "summary.json").read_text())
 
 
-def test_a_network_that_pruning_wrecked_is_told_everywhere(harp: Harp) -> None:
+def test_a_network_at_chance_after_pruning_is_a_warning_in_every_output(harp: Harp) -> None:
     code, out, err, folder, summary = executed(harp, learning("1%", description="a line of its maker"))
     assert code == AT_CHANCE
     (warning,) = summary["warnings"]
@@ -64,7 +64,7 @@ def test_a_network_that_pruning_wrecked_is_told_everywhere(harp: Harp) -> None:
     assert again[:2] == (AT_CHANCE, out) and again[2][-1] == err[-1]
 
 
-def test_a_good_network_is_not_warned_of(harp: Harp) -> None:
+def test_a_good_network_gives_no_warning(harp: Harp) -> None:
     code, out, err, folder, summary = executed(harp, learning("80%"))
     assert code == 0, err
     assert (summary["at_chance"], summary["budget_met"], summary["warnings"]) == (False, True, [])
@@ -88,13 +88,13 @@ def test_a_good_network_is_not_warned_of(harp: Harp) -> None:
     ],
     ids=["dense", "before and after", "from scratch"],
 )
-def test_a_network_that_was_useless_before_is_told_as_that(harp: Harp, stages: list[Any], said: str) -> None:
+def test_a_network_at_chance_before_pruning_has_a_warning_of_its_own(harp: Harp, stages: list[Any], said: str) -> None:
     code, _, err, _, summary = executed(harp, learning("1%", stages=stages))
     assert code == AT_CHANCE and summary["at_chance"]
     assert summary["warnings"][0].startswith(said) and err[-1].startswith(f"warning: {said}")
 
 
-def test_after_pruning_it_is_said_at_once_and_the_training_goes_on(harp: Harp) -> None:
+def test_the_warning_comes_right_after_pruning_and_the_training_continues(harp: Harp) -> None:
     _, _, err, *_ = executed(harp, RECIPE)
     line = (
         "warning: after pruning the network answers at chance level (10.0% of 10 classes); fine-tuning may recover it"
@@ -124,7 +124,7 @@ def test_the_chosen_epoch_counts(
     assert told == ([] if said is None else [f"after pruning the network answers at chance level {said}"])
 
 
-def test_a_budget_missed_in_training_is_told_everywhere_and_later(harp: Harp) -> None:
+def test_a_budget_missed_in_training_is_a_warning_in_every_output(harp: Harp) -> None:
     prune = {
         "name": "prune",
         "pruner": {"name": "harp", "keep": "40%", "published": True, "gamma_step": 1e-6, "initial_rate": 0.9},
@@ -158,15 +158,15 @@ def test_runs_of_older_versions_have_no_warnings(harp: Harp) -> None:
     for key in ("warnings", "at_chance", "budget_met"):
         del summary[key]
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert finished_run.read(folder).warnings == []
+    assert run_folder.read(folder).warnings == []
     assert "Warning" not in card.card(folder)
     assert 'class="warnings"' not in html.build([folder], Path("page"))[0].read_text()
     edit(folder / "summary.json", warnings="none")
     with pytest.raises(CheckpointError, match="warnings: Input should be a valid list"):
-        finished_run.read(folder)
+        run_folder.read(folder)
 
 
-def test_several_runs_are_told_apart(harp: Harp) -> None:
+def test_a_page_of_several_runs_names_the_run_of_a_warning(harp: Harp) -> None:
     *_, folder, _ = executed(harp, learning("1%"))
     other = folder.with_name("other")
     other.mkdir()

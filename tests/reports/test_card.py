@@ -15,7 +15,7 @@ import yaml
 from torch import nn
 
 from harp.errors import HarpError, RunFolderError
-from harp.experiments import finished_run, recipe
+from harp.experiments import recipe, run_folder
 from harp.pruning.methods import PRUNERS
 from harp.reports import card
 from support.finished_run import accuracy, content, distances, edit, make, score
@@ -80,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
 def test_the_card_tells_what_is_known(run: tuple[Path, nn.Module]) -> None:
     folder, _ = run
     text = card.card(folder)
-    found = finished_run.read(folder)
+    found = run_folder.read(folder)
     expected = [
         f"It keeps {found.kept:,} of {found.size:,} weights",
         "| natural | – | – | 80.0% | 79.0% – 81.0% | 10,000 | 7 |",
@@ -223,7 +223,7 @@ def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
 
 def test_a_network_without_its_channels_says_so_in_its_own_units(slim: tuple[Path, nn.Module]) -> None:
     folder, model = slim
-    text, told = card.card(folder), finished_run.read(folder).summary
+    text, told = card.card(folder), run_folder.read(folder).summary
     kept, size = (sum(layer[key] for layer in told["layers"]) for key in ("kept", "size"))
     budget, cost = told["budget"], told["cost"]
     assert budget["kept"] < 0.26 * budget["size"]

@@ -58,8 +58,7 @@ def compare(
     from harp.experiments.compare import Comparison
     from harp.experiments.compose import Choice
     from harp.experiments.recipe import unknown
-    from harp.experiments.slurm import scheduler
-    from harp.experiments.slurm.slurm import Slurm
+    from harp.experiments.slurm import Slurm, require
     from harp.experiments.study import load
     from harp.system.interrupt import Stop
     from harp.system.progress import Terminal
@@ -90,39 +89,39 @@ def compare(
         return
     queue = Slurm(comparison.folder, comparison.jobs(devices), sbatch, devices)
     if not dry_run:
-        scheduler.require()
+        require()
     comparison.write_recipes()
     if dry_run:
         written = queue.write()
         typer.echo(f"{len(written)} job files in {comparison.folder / 'jobs'}; nothing was submitted")
         return
-    standings = queue.bring()
+    statuses = queue.submit()
     failed: dict[str, str] = {}
-    if wait and _left(standings):
+    if wait and _left(statuses):
         failed = queue.wait(display)
-    elif _left(standings):
-        _show_queue(comparison, standings, display, as_json)
+    elif _left(statuses):
+        _show_queue(comparison, statuses, display, as_json)
         return
     _show(comparison, comparison.collect(failed), display, as_json)
 
 
-def _left(standings: list[Any]) -> int:
+def _left(statuses: list[Any]) -> int:
     """The number of unfinished jobs."""
-    from harp.experiments.slurm.jobs import State
+    from harp.experiments.slurm import State
 
-    return sum(job.state is not State.FINISHED for job in standings)
+    return sum(job.state is not State.FINISHED for job in statuses)
 
 
-def _show_queue(comparison: Any, standings: list[Any], display: Any, as_json: bool) -> None:
+def _show_queue(comparison: Any, statuses: list[Any], display: Any, as_json: bool) -> None:
     """Show the state of the jobs, and what to do next."""
     if as_json:
-        jobs = [{"name": job.name, "state": job.state, "job": job.id, "note": job.note} for job in standings]
+        jobs = [{"name": job.name, "state": job.state, "job": job.id, "note": job.note} for job in statuses]
         typer.echo(json.dumps({"folder": str(comparison.folder), "jobs": jobs}, indent=2))
         return
-    rows = [[job.name, job.id or "–", job.state, job.note] for job in standings]
+    rows = [[job.name, job.id or "–", job.state, job.note] for job in statuses]
     display.table("\njobs", ("run", "job", "state", ""), rows)
-    submitted = sum(job.note == "submitted" for job in standings)
-    typer.echo(f"\n{submitted} submitted, {len(standings) - _left(standings)} of {len(standings)} runs finished")
+    submitted = sum(job.note == "submitted" for job in statuses)
+    typer.echo(f"\n{submitted} submitted, {len(statuses) - _left(statuses)} of {len(statuses)} runs finished")
     typer.echo(f"logs      {comparison.folder / 'logs'}")
     typer.echo("The same command shows how they are, submits what failed, and writes the tables when all are finished.")
 

@@ -116,7 +116,7 @@ def plan(
 
 def _of_recipe(loaded: Any, subject: Any) -> tuple[Any, dict[str, Any]]:
     """The network of a recipe as a subject, and the limits of its units."""
-    from harp.experiments.estimate.known import Sizes
+    from harp.experiments.estimate.sizes import Sizes
 
     sizes = Sizes.of(loaded, subject.data_dir) if subject.data_name is None else None
     weights = subject.weights or (Path(loaded.model.weights) if loaded.model.weights else None)

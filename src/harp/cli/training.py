@@ -178,7 +178,7 @@ def _execute(
 ) -> None:
     """Run a recipe and print its results; `note` is printed before it starts."""
     from harp.errors import MissingExtra
-    from harp.experiments import finished_run, run_folder
+    from harp.experiments import run_folder
     from harp.experiments.run import Run
     from harp.reports import card, plots, tables
     from harp.system.distributed.fabric import launch
@@ -203,7 +203,7 @@ def _execute(
     outcome = run.execute()
     if not fabric.is_global_zero:
         return
-    summary = finished_run.read(outcome.folder).summary
+    summary = run_folder.read(outcome.folder).summary
     layers, kind = summary["layers"], run_folder.budget_of(summary)["kind"]
     display.table("channels" if kind == "channels" else "layers", tables.layer_columns(kind), tables.layer_rows(layers))
     title = (

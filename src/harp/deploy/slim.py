@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError, RecipeError
-from harp.experiments import artefact, finished_run, plan
+from harp.experiments import artefact, plan, run_folder
 from harp.pruning import macs, masks
 from harp.pruning.channels import Channels, Cut
 from harp.pruning.channels.removal import remove_dead
@@ -61,7 +61,7 @@ def check_free(folder: Path) -> None:
 
 def of_run(folder: Path, shape: str | None = None) -> Shrunk:
     """The smaller network of a finished run."""
-    run = finished_run.read(folder)
+    run = run_folder.read(folder)
     network = run.network(None if shape is None else plan.parse_shape(shape))
     example = torch.rand(2, *network.shape, generator=torch.Generator().manual_seed(0))
     if network.cut is None:

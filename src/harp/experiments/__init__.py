@@ -1,4 +1,4 @@
-"""Runs and what they leave on disk."""
+"""Recipes, runs and what they leave on disk."""
 
 __all__ = [
     "artefact",
@@ -7,8 +7,6 @@ __all__ = [
     "compose",
     "energy",
     "estimate",
-    "finished_run",
-    "loaded_run",
     "plan",
     "presets",
     "recipe",

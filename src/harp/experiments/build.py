@@ -1,33 +1,38 @@
-"""Parts of a recipe as objects: model, units, attacks, and the network of a run with its data."""
+"""Parts of a recipe as objects: model, units, pruner, attacks, and the network of a run with its data."""
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
 
 from harp import attacks
 from harp.attacks import Ball
 from harp.data import registry
+from harp.data.batches import Augment, ResizedCrop
+from harp.data.streaming.images import Streamed
 from harp.errors import RecipeError
 from harp.evaluation.accuracy import DEFAULT, Subject
-from harp.experiments import finished_run, recipe, run_folder
-from harp.experiments.run_folder import RunFolder
+from harp.experiments import recipe, run_folder
 from harp.models.weights import load_weights
+from harp.pruning import methods
 from harp.pruning.channels import Channels, Latency, price
+from harp.pruning.masks import Masks
 from harp.pruning.units import Units, Weights
 from harp.training import objectives
 
 
 def load(target: str, data_name: str | None, data_dir: Path | None, weights: str | None) -> Subject:
-    """A subject from a run's folder, or from a model and a data set."""
+    """The network and data to evaluate: those of a run's folder, or a model and a data set."""
     folder = Path(target)
     if folder.is_dir():
-        run = finished_run.read(folder) if weights is None else None
+        run = run_folder.read(folder) if weights is None else None
         made = run_folder.recipe_of(folder) if run is None else run.recipe
-        source = registry.load(data_name or made.data.name, data_dir, **made.data.loading())
+        source = made.data.load(data_dir, name=data_name)
         if run is None:
             return Subject(build(made.model, source, weights), source, threat(made))
         before = _dense_weights(run)
@@ -42,8 +47,8 @@ def load(target: str, data_name: str | None, data_dir: Path | None, weights: str
     return Subject(build(recipe.Model(name=target), source, weights), source)
 
 
-def _dense_weights(run: RunFolder) -> Path | None:
-    """The file of the network as it was before pruning, if the run pruned one and its stage is still there."""
+def _dense_weights(run: run_folder.Finished) -> Path | None:
+    """The weights before pruning, if the run pruned a network and the file is still there."""
     names = [stage.pruner["name"] for stage in run.recipe.stages]
     first = next((number for number, name in enumerate(names) if name != "dense"), 0)
     given = run.recipe.model.weights
@@ -62,7 +67,7 @@ def build(part: recipe.Model, source: registry.DataSet, weights: str | Path | No
 
 
 def units_of(part: recipe.Units, model: nn.Module, source: registry.DataSet, latency: Latency | None = None) -> Units:
-    """What a recipe prunes of a model; times that were measured before stand for a budget of latency."""
+    """The units of a model that a recipe prunes; a budget of latency may use times that were measured before."""
     if part.kind == "channels":
         options = part.options() if latency is None else {**part.options(), "budget": latency}
         return Channels(model, noise_of(source), **options)
@@ -70,31 +75,57 @@ def units_of(part: recipe.Units, model: nn.Module, source: registry.DataSet, lat
 
 
 def size_of(part: recipe.Units, model: nn.Module, source: registry.DataSet) -> int:
-    """What a recipe's budget counts of a whole model, even if there is nothing to prune in it."""
+    """The size of a whole model in what the budget counts, even if nothing in it can be pruned."""
     if part.kind == "channels":
         return price(model, noise_of(source), part.budget or "flops")
     return units_of(part, model, source).size
 
 
 def noise_of(source: registry.DataSet) -> torch.Tensor:
-    """Two images of a data set's shape, of noise: to follow channels through a model."""
+    """Two noise images of a data set's shape, to trace channels through a model."""
     return torch.rand(2, *source.shape, generator=torch.Generator().manual_seed(0))
+
+
+def pruner(stage: recipe.Stage, units: Units, before: Masks | None, seed: int) -> methods.Pruner:
+    """The pruner of a stage; `before` are the masks of the stage before it."""
+    options = {key: value for key, value in stage.pruner.items() if key != "name"}
+    if stage.pruner["name"] == "fixed":
+        if before is None:
+            raise RecipeError(f"stage {stage.name!r}: 'fixed' keeps the masks of an earlier stage, and there is none")
+        options["masks"] = before
+    method = methods.PRUNERS[stage.pruner["name"]]
+    if "seed" in inspect.signature(method).parameters:
+        options["seed"] = seed
+    return method(units, **options)
+
+
+def optimizer(part: recipe.Optimizer) -> Callable[[list[methods.ParameterGroup]], Optimizer] | None:
+    """What makes a stage's optimiser; None for the default of the loop, SGD."""
+    if part.name == "sgd":
+        return None
+    return lambda groups: AdamW(groups, lr=part.lr, weight_decay=part.weight_decay)
+
+
+def augmentation(part: recipe.Data, train: registry.Split, flip: bool) -> Augment | ResizedCrop | None:
+    """The augmentation of training images."""
+    if not part.augment:
+        return None
+    if part.crop == "resized" and isinstance(train.images, Streamed):
+        return ResizedCrop(flip=flip)
+    return Augment(part.pad, flip)
 
 
 def threat(made: recipe.Recipe) -> Ball:
     """The ball that a recipe evaluates in: its objective's, unless the evaluation has an epsilon of its own."""
-    usual = getattr(objectives.made(made.objective), "epsilon", DEFAULT.epsilon)
-    epsilon = usual if made.evaluate.epsilon is None else made.evaluate.epsilon
+    trained = getattr(objectives.made(made.objective), "epsilon", DEFAULT.epsilon)
+    epsilon = trained if made.evaluate.epsilon is None else made.evaluate.epsilon
     return Ball(epsilon, made.objective.get("norm", DEFAULT.norm))
 
 
-def attack_of(wish: str | Mapping[str, Any], ball: Ball) -> tuple[str, Any]:
-    """The name and the attack that a recipe or a flag asks for: by text within a ball, or with options of its own."""
-    if isinstance(wish, str):
-        return wish, attacks.named(wish, epsilon=ball.epsilon, norm=ball.norm)
-    options = {key: value for key, value in wish.items() if key != "name"}
-    words = [
-        wish["name"],
-        *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()),
-    ]
-    return ",".join(words), attacks.ATTACKS[wish["name"]](**options)
+def attack_of(part: str | Mapping[str, Any], ball: Ball) -> tuple[str, Any]:
+    """The name of an attack and the attack: by text inside a ball, or by a mapping with options of its own."""
+    if isinstance(part, str):
+        return part, attacks.named(part, epsilon=ball.epsilon, norm=ball.norm)
+    options = {key: value for key, value in part.items() if key != "name"}
+    texts = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in options.items()]
+    return ",".join([part["name"], *texts]), attacks.ATTACKS[part["name"]](**options)

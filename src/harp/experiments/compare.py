@@ -1,9 +1,9 @@
-"""Comparing methods: every run of a study in a process of its own, then tables and a picture from the runs' files.
+"""Comparing methods: every run of a study in a process of its own, then tables from the results of all runs.
 
     ROOT/compare-<study>-<hash>/   table.md results.json robust.png robust.svg recipes/*.yaml logs/*.log
                                    jobs.json jobs/*.sh jobs/*.state  (as jobs of a scheduler)
 
-The runs are ordinary ones in ROOT: they share stages, go on where they stopped, and serve other studies too.
+The runs are ordinary ones in ROOT: they share stages, resume where they stopped, and other studies use them too.
 """
 
 import hashlib
@@ -16,15 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from harp import __version__
-from harp.data import registry
 from harp.errors import RecipeError
 from harp.evaluation import score
 from harp.experiments import build, dense_baseline, pool, run_folder, table
-from harp.experiments import run_names as folders
 from harp.experiments import stages as pipeline
 from harp.experiments.recipe import Recipe, Stage, parse
-from harp.experiments.slurm import command, local
-from harp.experiments.slurm.jobs import Job
+from harp.experiments.slurm import Job
 from harp.experiments.study import DENSE, SMALL, Method, Study, slug
 from harp.pruning.methods import PRUNERS
 from harp.system import files
@@ -41,36 +38,36 @@ class Entry:
     method: str  # its label
     keep: float | None  # None: the dense network that others begin with
     recipe: Recipe
-    folders: tuple[Path, ...]  # where its outcome may be: several if another machine chooses the precision
-    after: str | None = None  # the entry that trains what this one begins with
+    folders: tuple[Path, ...]  # of its results: several if another machine chooses the precision
+    after: str | None = None  # the entry that trains the network that this one begins with
 
     @property
     def folder(self) -> Path:
-        """Where its outcome is, or where it is to be."""
-        return next((each for each in self.folders if self._holds(each)), self.folders[0])
+        """The folder of its results, finished or not."""
+        return next((folder for folder in self.folders if self._is_finished(folder)), self.folders[0])
 
     def finished(self) -> bool:
-        """Whether its outcome is there, measured as this recipe wants it."""
-        return self._holds(self.folder)
+        """Whether its results are there, measured as its recipe says."""
+        return self._is_finished(self.folder)
 
-    def _holds(self, folder: Path) -> bool:
+    def _is_finished(self, folder: Path) -> bool:
         recipe = folder / "recipe.yaml"
         if not (folder / "summary.json").exists():
             return False
         same = recipe.is_file() and recipe.read_text("utf-8", "replace") == self.recipe.to_yaml()
-        return same or not run_folder.content_of(folder)  # another one may be there, but no damaged one
+        return same or not run_folder.content_of(folder)  # another recipe is no error, a damaged one is
 
     def dense(self) -> list[Stage]:
         """Its stages before anything is pruned."""
         return list(takewhile(lambda stage: stage.pruner["name"] == "dense", self.recipe.stages))
 
     def shared(self) -> int:
-        """How many of its first stages are pre-training for others too."""
+        """The number of its first stages that are pre-training, which other entries may share."""
         dense = self.dense()
         return len(dense) if len(dense) < len(self.recipe.stages) else 0
 
     def start(self) -> str:
-        """The hash of these stages, the same for all that begin with the same network."""
+        """The hash of these stages: the same for all entries that begin with the same network."""
         return self.recipe.identity(len(self.dense()))
 
     def epochs(self) -> list[int]:
@@ -80,7 +77,7 @@ class Entry:
 
 
 class Comparison:
-    """A study with its data and model: every run's recipe is made and checked before anything runs."""
+    """A study with its data and model: the recipe of every run is checked before anything runs."""
 
     def __init__(
         self,
@@ -92,67 +89,64 @@ class Comparison:
         workers: int | None = None,
         elsewhere: bool = False,
     ) -> None:
-        """`elsewhere`: the runs are done on machines whose GPUs are not known here."""
+        """`workers` decode images for each training process; `elsewhere`: on machines whose GPUs are not known."""
         base = study.recipe
-        self.workers = workers  # processes that decode images ahead of each training process
-        self.study, self.root, self.data_dir, self.display = study, root, data_dir, display or Quiet()
+        self.study, self.root, self.data_dir, self.workers = study, root, data_dir, workers
+        self.display = display or Quiet()
         if base.units.budget == "latency":
-            raise RecipeError(
-                "units.budget is latency, which every run would measure anew: compare under flops or macs"
-            )
+            raise RecipeError("units.budget is latency, which every run measures again: compare under flops or macs")
         self.attack = build.attack_of(study.rank_by, build.threat(base))[0]
         self.protocol = pipeline.PROTOCOLS[study.protocol]
         self.content = base.model_dump(mode="json", exclude_defaults=True)
         self.parts = pipeline.parts(self.content["stages"])
         if DENSE in [method.name for method in study.methods] and not self.parts.pretrain and not base.model.weights:
             raise RecipeError("there is no dense network to show: the recipe has no dense stage and no model.weights")
-        self.data = registry.load(base.data.name, data_dir, display=self.display, **base.data.loading())
+        self.data = base.data.load(data_dir, display=self.display)
         self.units = build.units_of(base.units, build.build(base.model, self.data, base.model.weights), self.data)
         self.size = self.units.size
-        self.contents = folders.contents(base, self.data)
+        self.contents = run_folder.contents(base, self.data)
         self.precisions = fabric.possible(base.precision) if elsewhere else (fabric.resolve(base.precision),)
         self.entries = self._entries()
         text = json.dumps([(entry.folders[0].name, entry.recipe.to_yaml()) for entry in self.entries])
         self.folder = root / f"compare-{study.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
     def _entries(self) -> list[Entry]:
-        """The pre-trainings that are needed, then the runs seed by seed, so that early seeds can be looked at soon."""
-        planned = [(method, keep) for keep in self.study.keep for method in self.study.methods if method.name != DENSE]
-        stages = [(method.label, keep, *self._planned(method, keep)) for method, keep in planned]
+        """The pre-trainings that are needed, then the runs seed by seed, so that results of the first come early."""
+        budgets = [(method, keep) for keep in self.study.keep for method in self.study.methods if method.name != DENSE]
+        planned = [(method.label, keep, *self._planned(method, keep)) for method, keep in budgets]
         first: list[Entry] = []
         runs: list[Entry] = []
         for seed in self.study.seeds:
-            made = [self._entry(label, keep, seed, laid_out, model) for label, keep, laid_out, model in stages]
-            begins = self._pretrainings(seed, made)
-            first += begins.values()
-            runs += [replace(entry, after=begins[entry.start()].name) if entry.shared() else entry for entry in made]
+            entries = [self._entry(label, keep, seed, stages, model) for label, keep, stages, model in planned]
+            starts = self._pretrainings(seed, entries)
+            first += starts.values()
+            runs += [replace(entry, after=starts[entry.start()].name) if entry.shared() else entry for entry in entries]
         return [*first, *runs]
 
-    def _pretrainings(self, seed: int, made: Sequence[Entry]) -> dict[str, Entry]:
-        """The dense networks that runs begin with, by the hash of their stages: the recipe's, then methods' own."""
-        model, found = self.content["model"], dict[str, Entry]()
-        needed = {entry.start() for entry in made if entry.shared()}
+    def _pretrainings(self, seed: int, entries: Sequence[Entry]) -> dict[str, Entry]:
+        """The dense networks that runs begin with, by the hash of their stages: the recipe's, then those of methods."""
+        model, starts = self.content["model"], dict[str, Entry]()
+        needed = {entry.start() for entry in entries if entry.shared()}
         if self.parts.pretrain:
             dense = [{**stage, "pruner": "dense"} for stage in self.parts.pretrain]
-            entry = self._entry(DENSE, None, seed, dense, model)
-            if entry.start() in needed or DENSE in [method.name for method in self.study.methods]:
-                found[entry.start()] = entry
-        for run in made:
-            if run.shared() and run.start() not in found:
-                dense = [stage.model_dump(mode="json", exclude_defaults=True) for stage in run.dense()]
-                found[run.start()] = self._entry(f"{DENSE} ({run.method})", None, seed, dense, model)
-        return found
+            start = self._entry(DENSE, None, seed, dense, model)
+            if start.start() in needed or DENSE in [method.name for method in self.study.methods]:
+                starts[start.start()] = start
+        for entry in entries:
+            if entry.shared() and entry.start() not in starts:
+                dense = [stage.model_dump(mode="json", exclude_defaults=True) for stage in entry.dense()]
+                starts[entry.start()] = self._entry(f"{DENSE} ({entry.method})", None, seed, dense, model)
+        return starts
 
     def _planned(self, method: Method, keep: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The stages and the model of a method at a budget, checked as far as that is possible without training."""
+        """The stages and the model of a method at a budget, checked as far as possible without training."""
         total = self.units.total(keep)
         if method.name == SMALL:
-            return self.parts.dense(), dense_baseline.part(
-                self.study.recipe, dense_baseline.width(self.study.recipe, self.data, total)
-            )
-        pruner, kind = method.pruner(keep), PRUNERS[method.name]
-        kind(self.units, **{key: value for key, value in pruner.items() if key != "name"})
-        stages = self.protocol.stages(pruner, *self.parts, self.content.get("objective"))
+            width = dense_baseline.width(self.study.recipe, self.data, total)
+            return self.parts.dense(), dense_baseline.part(self.study.recipe, width)
+        pruner = method.pruner(keep)
+        PRUNERS[method.name](self.units, **{key: value for key, value in pruner.items() if key != "name"})
+        stages = self.protocol.stages(self.parts, pruner, self.content.get("objective"))
         pipeline.check_learns(method.label, method.name, stages)
         return stages, self.content["model"]
 
@@ -164,17 +158,17 @@ class Comparison:
         content = {**self.content, "name": name, "description": "", "seed": seed, "stages": stages, "model": model}
         made = parse(content)
         same = made.model.weights == self.study.recipe.model.weights
-        contents = self.contents if same else folders.contents(made, self.data)
-        known = [folders.computed_in(contents, precision) for precision in self.precisions]
-        places = tuple(self.root / folders.name(made, each) for each in known)
-        return Entry(f"{name}-seed{seed}", label, keep, made, places)
+        contents = self.contents if same else run_folder.contents(made, self.data)
+        hashes = [run_folder.computed_in(contents, precision) for precision in self.precisions]
+        folders = tuple(self.root / run_folder.name(made, each) for each in hashes)
+        return Entry(f"{name}-seed{seed}", label, keep, made, folders)
 
     def execute(
         self, jobs: int = 1, start: pool.Start | None = None, *, devices: int = 1, stop: Stop | None = None
     ) -> dict[str, Any]:
-        """Do the runs that are not done yet, `jobs` at a time, and write what all came to; return that.
+        """Do the runs that are not finished, `jobs` at a time, then write and return the results of all.
 
-        The time that `stop` leaves is the runs' limit, too: they know best how long it takes them to save and end.
+        A time limit of `stop` is passed on to the runs, which know best how long it takes them to save and end.
         """
         if jobs < 1:
             raise RecipeError(f"jobs {jobs}: give at least 1")
@@ -182,45 +176,28 @@ class Comparison:
         self.write_recipes()
 
         def harp_run(name: str) -> pool.Process:
-            recipe, log = self._recipe(entries[name]), self._log(entries[name])
             left = math.inf if stop is None else max(1.0, stop.left())
-            return local.start(
-                recipe,
-                self.root,
-                self.data_dir,
-                log,
-                jobs,
-                devices=devices,
-                workers=self.workers,
-                minutes=left / 60 if left < math.inf else None,
-            )
+            command = self._command(entries[name], devices, None if left == math.inf else left / 60)
+            return pool.start(command, self._log(entries[name]), jobs * devices)
 
         tasks = [pool.Task(entry.name, entry.after) for entry in self.entries if not entry.finished()]
         failed = pool.work(tasks, start or harp_run, jobs, self.display, len(self.entries), stop)
         return self.collect(failed)
 
-    def jobs(self, devices: int = 1) -> list[Job]:
-        """The runs as jobs for a scheduler, which read what `write_recipes` writes."""
+    def _command(self, entry: Entry, devices: int, minutes: float | None = None) -> tuple[str, ...]:
         data_dir = None if self.data_dir is None else self.data_dir.absolute()
+        recipe, root = self._recipe(entry).absolute(), self.root.absolute()
+        return pool.harp_run(recipe, root, data_dir, devices=devices, workers=self.workers, minutes=minutes)
+
+    def jobs(self, devices: int = 1) -> list[Job]:
+        """The runs as jobs for a scheduler; they read the files of `write_recipes`."""
         return [
-            Job(
-                entry.name,
-                command.harp_run(
-                    self._recipe(entry).absolute(),
-                    self.root.absolute(),
-                    data_dir,
-                    devices=devices,
-                    workers=self.workers,
-                ),
-                self._log(entry).absolute(),
-                entry.finished,
-                entry.after,
-            )
+            Job(entry.name, self._command(entry, devices), self._log(entry).absolute(), entry.finished, entry.after)
             for entry in self.entries
         ]
 
     def collect(self, failed: Mapping[str, str]) -> dict[str, Any]:
-        """Write what all runs came to, of which some failed; return that."""
+        """Write and return the results of all runs, with the failures."""
         return self.write([self.record(entry, failed.get(entry.name)) for entry in self.entries])
 
     def write_recipes(self) -> None:
@@ -235,17 +212,17 @@ class Comparison:
         return self.folder / "logs" / f"{entry.name}.log"
 
     def record(self, entry: Entry, failure: str | None) -> dict[str, Any]:
-        """What a run came to, from its files."""
+        """The results of a run, from its files."""
         facts: dict[str, Any] = {"name": entry.name, "method": entry.method, "keep": entry.keep}
         facts |= {"seed": entry.recipe.seed, "folder": entry.folder.name, "epochs": entry.epochs(), "failed": None}
         if failure is not None:
             log = self._log(entry)
             lines = log.read_text("utf-8", "replace").split("\n") if log.exists() else []
-            said = [line.strip() for line in lines if line.strip()]
-            return facts | {"failed": said[-1] if said else failure}
+            texts = [line.strip() for line in lines if line.strip()]
+            return facts | {"failed": texts[-1] if texts else failure}
         run = run_folder.read(entry.folder)
         known, natural, robust = run.summary, run.result("natural"), run.result(self.attack)
-        # Whoever moves runs without their stages loses the time that those took.
+        # The time of a stage is not known if the run was moved away from its stages.
         seconds = [(stage.facts or {}).get("seconds") or 0.0 for stage in run.stages]
         return facts | {
             "recipe": known["recipe"],
@@ -262,10 +239,9 @@ class Comparison:
         }
 
     def write(self, records: list[dict[str, Any]]) -> dict[str, Any]:
-        """Write the tables and the picture of what the runs came to."""
+        """Write the results of all runs and their tables."""
         if self.study.recipe.model.weights is not None and not self.parts.pretrain:
             records = [*self._given(records), *records]
-        found = table.rows(records)
         epsilon = next((record["epsilon"] for record in records if record["failed"] is None), "–")
         title = self.attack if epsilon == "–" else f"{self.attack}, ε {epsilon}"
         outcome: dict[str, Any] = {
@@ -283,7 +259,7 @@ class Comparison:
             "protocol": self.study.protocol,
             "protocol_meaning": self.protocol.meaning,
             "measure": "balanced accuracy" if self.data.balanced else "accuracy",
-            "rows": found,
+            "rows": table.rows(records),
             "runs": records,
         }
         files.write_json(self.folder / "results.json", outcome)
@@ -291,7 +267,7 @@ class Comparison:
         return outcome
 
     def _given(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The network of the recipe's weights file: measured as what each run begins with, trained by nobody here."""
+        """Records of the recipe's weights file: not trained here, but measured at the start of each run."""
         before = {record["seed"]: record for record in records if record["failed"] is None and record["dense"]}
         facts = {"method": DENSE, "keep": None, "failed": None, "epochs": [0], "seconds": 0.0, "kept": self.size}
         return [

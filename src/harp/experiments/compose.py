@@ -1,19 +1,18 @@
-"""Recipes from a base and a few choices: what `harp run BASE --method ... --keep ... --objective ...` stands for.
+"""Recipes from a base and a choice: `harp run BASE --method ... --keep ... --objective ...`.
 
-A base is a recipe file: data, model, training and its own method. A `Choice` puts another method, budget or objective
-in their place. `stages.py` lays out the stages, with the same epochs for every method; options of the base's own pruner
-hold for methods of its class; another objective keeps the threat. Without a choice a recipe is what its file says.
+A base is a recipe file with data, model, training and a method of its own. A `Choice` replaces the method, the budget
+or the objective. `stages.py` lays out the stages, with the same epochs for every method. Options of the base's pruner
+also apply to methods of its class. Another objective keeps the threat.
 
 A short name is a base and a choice in one word:
 
     BASE/METHOD[-STRATEGY][-OBJECTIVE]-PRUNED             cifar10/vgg16/hydra-lamp-trades-99.9
     BASE/METHOD[-STRATEGY][-OBJECTIVE]-channels-FACTORx   fashion/harp-channels-4x
 
-PRUNED is in per cent of the weights, FACTOR what the FLOPs are divided by.
+PRUNED is in per cent of the weights; FACTOR divides the FLOPs.
 """
 
 import inspect
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,13 +28,10 @@ from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.units import BUDGETS
 from harp.training import objectives
-from harp.training.free_at import FreeTraining
 from harp.training.objectives import OBJECTIVES
 
 SHIPPED = Path(__file__).parent / "recipes"
-_NO_METHODS = ("dense", "fixed")  # pruners that prune nothing by themselves
-
-_WORDS = {"flying-bird-plus": "flying-bird+", "harp-s2ap": "harp:sharpness=0.01"}  # methods that names spell otherwise
+_WORDS = {"flying-bird-plus": "flying-bird+", "harp-s2ap": "harp:sharpness=0.01"}  # other spellings, in short names
 _END = r"channels-(?P<factor>\d+(\.\d+)?)x|(?P<pruned>\d+(\.\d+)?)"
 _SHORT = re.compile(rf"(?P<method>.+?)(-(?P<objective>{'|'.join(OBJECTIVES)}))?-(?P<end>{_END})")
 _OBJECTIVE_TITLES = {
@@ -81,7 +77,7 @@ _METHOD_TITLES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What takes the place of a base's own; what is not given stays as it is."""
+    """What replaces a base's own; None keeps it."""
 
     method: str | None = None  # NAME, NAME+STRATEGY or NAME:option=value,option=value
     strategy: str | None = None
@@ -90,7 +86,7 @@ class Choice:
     channels: bool = False
 
     def over(self, other: "Choice") -> "Choice":
-        """This choice, and what it leaves open as in the other one."""
+        """This choice, completed by another one."""
         strategy = self.strategy if self.method or self.strategy else other.strategy
         given = {key: value or getattr(other, key) for key, value in vars(self).items()}
         return Choice(**{**given, "strategy": strategy})
@@ -102,7 +98,7 @@ def shipped() -> dict[str, Path]:
 
 
 def load(source: str | Path, changes: Sequence[str] = (), choice: Choice = Choice()) -> Recipe:  # noqa: B008 (frozen)
-    """Read a recipe from a file or by its name, put a choice in place, then apply changes of the form `a.b=c`.
+    """Read a recipe from a file or by its name, apply a choice, then changes of the form `a.b=c`.
 
     Arguments:
         source: a file, or a name (`harp list recipes`).
@@ -116,14 +112,14 @@ def load(source: str | Path, changes: Sequence[str] = (), choice: Choice = Choic
 
 
 def content(source: str | Path, choice: Choice = Choice()) -> dict[str, Any]:  # noqa: B008 (frozen)
-    """The content of a recipe by its file or its name, with a choice in place."""
-    if Path(source).is_file():
-        return with_choice(read_file(Path(source)), choice)
-    found = _named(str(source))
-    if found is None:
-        raise RecipeError(f"no recipe file {source}, and {unknown('recipe', str(source), near(str(source)))}")
-    path, short = found
-    return with_choice(read_file(path), choice.over(short))
+    """The content of a recipe by its file or its name, with a choice applied."""
+    path = Path(source)
+    if not path.is_file():
+        named = _named(str(source))
+        if named is None:
+            raise RecipeError(f"no recipe file {source}, and {unknown('recipe', str(source), near(str(source)))}")
+        path, choice = named[0], choice.over(named[1])
+    return with_choice(read_file(path), choice)
 
 
 def is_recipe(source: str) -> bool:
@@ -132,25 +128,26 @@ def is_recipe(source: str) -> bool:
 
 
 def near(source: str) -> list[str]:
-    """Names that may have been meant: the bases, and short names of the base that this one begins with."""
-    base, found = base_of(source), shipped()
+    """Names to suggest instead: the bases, or short names of the base that this one begins with."""
+    base = base_of(source)
     if base is None:
-        return list(found)
-    own = read_file(found[base])
+        return list(shipped())
     end = re.search(_END, source.removeprefix(base))
-    budgets = {*as_axes(own).budgets, *([end[0]] if end else [])}
+    budgets = {*as_axes(read_file(shipped()[base])).budgets, *([end[0]] if end else [])}
     losses = ["", *(f"-{name}" for name in OBJECTIVES)]
-    return [f"{base}/{method}{loss}-{budget}" for method in _method_words() for loss in losses for budget in budgets]
+    taking = [name for name in methods() if strategy_key(name)]
+    words = [*_WORDS, *methods(), *(f"{name}-{strategy}" for name in taking for strategy in STRATEGIES)]
+    return [f"{base}/{word}{loss}-{budget}" for word in words for loss in losses for budget in budgets]
 
 
 def with_choice(content: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """The content of a recipe file with a choice in place, without what only choices need."""
+    """The content of a recipe file with a choice applied, and without its axes."""
     axes, base = as_axes(content), {key: value for key, value in content.items() if key != "axes"}
     return base if choice == Choice() else _composed(base, axes, choice)
 
 
 def _composed(base: dict[str, Any], axes: Axes, choice: Choice) -> dict[str, Any]:
-    resolved = parse(base)  # what is wrong with the file is said before anything else
+    resolved = parse(base)  # an error in the file comes before any other
     parts = pipeline.parts([{**stage, "pruner": _part(stage["pruner"])} for stage in base["stages"]])
     own = dict(parts.prune["pruner"])
     units = dict(base.get("units", {}))
@@ -163,18 +160,23 @@ def _composed(base: dict[str, Any], axes: Axes, choice: Choice) -> dict[str, Any
     keep = share(own.get("keep") if choice.keep is None else choice.keep)
     objective = _objective(base, resolved, choice.objective)
     if objective["name"] == "free" != resolved.objective["name"]:
-        parts = _replayed(parts, bool(PRUNERS[name].finetuning))
+        parts = parts.replayed(bool(PRUNERS[name].finetuning))
     pruner = {"name": name, **inherited(name, own), **options, "keep": keep}
-    stages = pipeline.stages(pruner, *parts, objective)
+    stages = parts.equal(pruner, objective)
     pipeline.check_learns(name, name, stages)
     evaluate = dict(base.get("evaluate", {}))
     if objective["name"] == "natural":
         evaluate.setdefault("epsilon", _epsilon(resolved))
-    words = _Words(resolved, axes, method_word(name, options), objective["name"], keep, units)
+    trained, budget = objective["name"], _budget_word(axes, keep, units)
+    says_objective = axes.name_objective or trained != resolved.objective["name"]
+    word = method_word(name, options)
+    words = [resolved.name, word, *([trained] if says_objective else []), budget]
+    title = f"{_METHOD_TITLES.get(word, word)}: {resolved.description or resolved.name}"
+    description = f"{title}, {_OBJECTIVE_TITLES.get(trained, trained)}, {_pruned(budget, keep, units)}"
     return {
         **base,
-        "name": words.name(),
-        "description": words.description(),
+        "name": "-".join(words),
+        "description": description,
         "units": units,
         "objective": objective,
         "stages": stages,
@@ -185,20 +187,20 @@ def _composed(base: dict[str, Any], axes: Axes, choice: Choice) -> dict[str, Any
 # Methods
 
 
-def methods() -> list[str]:
-    """The methods that prune, those of other packages included."""
-    return [name for name in PRUNERS if name not in _NO_METHODS]
-
-
 def is_method(name: str) -> bool:
-    """Whether a name stands for a method that prunes."""
-    return name in PRUNERS and name not in _NO_METHODS
+    """Whether a name is that of a method that prunes."""
+    return name in PRUNERS and name not in ("dense", "fixed")
+
+
+def methods() -> list[str]:
+    """The methods that prune, including those of other packages."""
+    return list(filter(is_method, PRUNERS))
 
 
 def read_method(text: str, strategy: str | None = None, others: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
-    """The name and the options of a method, written `NAME`, `NAME+STRATEGY`, `NAME:option=value,...` or both.
+    """The name and options of a method, written `NAME`, `NAME+STRATEGY`, `NAME:option=value,...` or all three.
 
-    `others` are names that stand for no pruner, such as a comparison's dense network.
+    `others` are further names that are allowed, such as a comparison's dense network.
     """
     head, _, tail = text.strip().partition(":")
     pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
@@ -207,13 +209,13 @@ def read_method(text: str, strategy: str | None = None, others: Sequence[str] = 
             raise RecipeError(f"method {text!r}: write options like NAME:option=value,option=value")
     options = {key.strip(): read(value, f"method {text!r}") for key, _, value in pairs}
     if "keep" in options:
-        raise RecipeError(f"method {text!r}: keep is given apart from the method, the same for all")
+        raise RecipeError(f"method {text!r}: keep is not an option of a method, give it as --keep")
     name, options = spread(text, head.strip(), options, others)
     return name, options if strategy is None else _strategy(text, name, strategy, options)
 
 
 def spread(label: str, text: str, options: dict[str, Any], others: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The method's name, and its own options with the strategy that may follow the name."""
+    """A method's name, and its options with the strategy that may follow the name."""
 
     def known(name: str) -> bool:
         return name in others or is_method(name)
@@ -225,7 +227,7 @@ def spread(label: str, text: str, options: dict[str, Any], others: Sequence[str]
 
 
 def _strategy(label: str, name: str, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A method's options with a strategy, which HARP takes as the start of its rates."""
+    """A method's options with a strategy; to HARP it is the start of its rates."""
     key = strategy_key(name)
     if key is None or key in options:
         why = "takes no strategy" if key is None else f"has its {key} twice"
@@ -236,16 +238,13 @@ def _strategy(label: str, name: str, strategy: str, options: dict[str, Any]) -> 
 
 
 def strategy_key(name: str) -> str | None:
-    """The option that a method takes a strategy by, if it takes one."""
+    """The name of a method's option for a strategy, if it has one."""
     taken = inspect.signature(PRUNERS[name]).parameters if is_method(name) else {}
     return next((key for key in ("initial_strategy", "strategy") if key in taken), None)
 
 
 def inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    """What a method takes over from the recipe's pruner: options that mean the same to both.
-
-    An option that the method has another default for is its own, as the strategy is to Tandem beside HYDRA.
-    """
+    """The options of the recipe's pruner that also apply to a method: those with the same default in both."""
     if not base or not issubclass(PRUNERS[name], PRUNERS[base["name"]]):
         return {}
     ours, theirs = (inspect.signature(PRUNERS[method]).parameters for method in (name, base["name"]))
@@ -254,7 +253,7 @@ def inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def share(value: Any) -> float:
-    """A budget as a share, from text or a number."""
+    """A budget as a share of the whole, from text or a number."""
     try:
         kept = number(value)
     except ValueError as error:
@@ -268,101 +267,61 @@ def share(value: Any) -> float:
 
 
 def _objective(base: Mapping[str, Any], resolved: Recipe, wanted: str | None) -> dict[str, Any]:
-    """The base's objective, or another one under the same threat."""
+    """The base's objective, or the wanted one under the same threat."""
     own = {"name": "pgd", **_part(base.get("objective", "pgd"))}
     if wanted is None or wanted == own["name"]:
         return own
     if wanted not in OBJECTIVES:
         raise RecipeError(unknown("objective", wanted, OBJECTIVES))
     if own["name"] == "free":
-        raise RecipeError(
-            f"objective {wanted!r}: {base['name']} has the epochs of free, which differ; keep free, or "
-            "write a recipe of your own"
-        )
+        remedy = "keep free, or write a recipe of your own"
+        raise RecipeError(f"objective {wanted!r}: {base['name']} has the epochs of free, which differ; {remedy}")
     if wanted == "natural":
         return {"name": "natural"}
-    few = own["name"] in pipeline.ONE_STEP or wanted in pipeline.ONE_STEP
-    keys = ("norm",) if few else ("step", "steps", "norm", "clean_statistics")
+    one_step = own["name"] in pipeline.ONE_STEP or wanted in pipeline.ONE_STEP
+    keys = ("norm",) if one_step else ("step", "steps", "norm", "clean_statistics")
     return {"name": wanted, "epsilon": _epsilon(resolved)} | {key: own[key] for key in keys if key in own}
 
 
 def _epsilon(resolved: Recipe) -> float:
-    """How far the attack of a recipe may go; a natural one may say it for its evaluation."""
+    """The epsilon of a recipe's objective; a natural recipe may have one for its evaluation."""
     if (own := objectives.epsilon(resolved.objective)) is not None:
         return own
     return objectives.PgdTraining.epsilon if resolved.evaluate.epsilon is None else resolved.evaluate.epsilon
 
 
-def replayed(epochs: int) -> int:
-    """The length of Free-AT: an epoch stands for as many as it replays."""
-    return math.ceil(epochs / FreeTraining.replays)
-
-
-def _replayed(parts: pipeline.Parts, own_loss: bool) -> pipeline.Parts:
-    """The lengths of Free-AT, for stages under the recipe's objective; fine-tuning by a loss of its own has none."""
-
-    def shorter(stage: Mapping[str, Any]) -> dict[str, Any]:
-        return {**stage} if "objective" in stage else {**stage, "epochs": replayed(stage["epochs"])}
-
-    finetune = parts.finetune if own_loss else shorter(parts.finetune)
-    return pipeline.Parts([shorter(stage) for stage in parts.pretrain], shorter(parts.prune), finetune)
-
-
 # Names
 
 
-@dataclass(frozen=True)
-class _Words:
-    """How a composed recipe is called and described."""
+def _budget_word(axes: Axes, keep: float, units: Mapping[str, Any]) -> str:
+    """A budget as the end of a short name."""
+    if units.get("kind") == "channels":
+        return f"channels-{1 / keep:.10g}x"
+    names = (name for name, kept in axes.budgets.items() if kept == keep)
+    return next(names, f"{100 - 100 * keep:.10g}")
 
-    base: Recipe
-    axes: Axes
-    method: str
-    objective: str
-    keep: float
-    units: Mapping[str, Any]
 
-    def name(self) -> str:
-        said = self.axes.name_objective or self.objective != self.base.objective["name"]
-        channels = ["channels"] if self._channels() else []
-        return "-".join([self.base.name, self.method, *([self.objective] if said else []), *channels, self._budget()])
-
-    def description(self) -> str:
-        counted = self.units.get("budget", "weights")
-        words = TARIFFS[counted][1] if self._channels() and counted in TARIFFS else BUDGETS.get(counted, counted)
-        kept = f"channels pruned to {100 * self.keep:.10g}% of the {words}"
-        pruned = kept if self._channels() else f"{self._budget()} % of {words} pruned"
-        what = f"{_METHOD_TITLES.get(self.method, self.method)}: {self.base.description or self.base.name}"
-        return f"{what}, {_OBJECTIVE_TITLES.get(self.objective, self.objective)}, {pruned}"
-
-    def _channels(self) -> bool:
-        return self.units.get("kind") == "channels"
-
-    def _budget(self) -> str:
-        if self._channels():
-            return f"{1 / self.keep:.10g}x"
-        own = (name for name, kept in self.axes.budgets.items() if kept == self.keep)
-        return next(own, f"{100 - 100 * self.keep:.10g}")
+def _pruned(budget: str, keep: float, units: Mapping[str, Any]) -> str:
+    """A budget as the end of a description."""
+    counted = units.get("budget", "weights")
+    if units.get("kind") != "channels":
+        return f"{budget} % of {BUDGETS.get(counted, counted)} pruned"
+    noun = TARIFFS[counted][1] if counted in TARIFFS else counted
+    return f"channels pruned to {100 * keep:.10g}% of the {noun}"
 
 
 def method_word(name: str, options: Mapping[str, Any]) -> str:
-    """A method as part of a name."""
+    """A method as part of a short name."""
     for word, text in _WORDS.items():
         if read_method(text) == (name, options):
             return word
     key = strategy_key(name)
     strategy = [str(options[key])] if key is not None and key in options else []
-    return "-".join([name, *strategy, *(f"{key_}={value}" for key_, value in options.items() if key_ != key)])
-
-
-def _method_words() -> tuple[str, ...]:
-    """Methods as names have them, alone and with every strategy."""
-    taking = [name for name in methods() if strategy_key(name)]
-    return (*_WORDS, *methods(), *(f"{name}-{strategy}" for name in taking for strategy in STRATEGIES))
+    return "-".join([name, *strategy, *(f"{other}={value}" for other, value in options.items() if other != key)])
 
 
 def _named(source: str) -> tuple[Path, Choice] | None:
-    """The base and the choice that a name stands for."""
+    """The base and the choice of a short name."""
     base = base_of(source)
     if base is None:
         return None
@@ -387,7 +346,7 @@ def base_of(source: str) -> str | None:
 
 
 def _from_word(word: str) -> Choice | None:
-    """A method, and its strategy, from how names have them."""
+    """The method, and perhaps its strategy, of a word in a short name."""
     text = _WORDS.get(word, word)
     if is_method(text.partition(":")[0]):
         return Choice(method=text)

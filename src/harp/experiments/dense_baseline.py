@@ -1,4 +1,4 @@
-"""A small dense network of equal size: the rival that no pruning method may lose to."""
+"""The baseline `dense-small`: a narrow dense network of the same size as a pruned one."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from harp.errors import BudgetError, ModelError, RecipeError
 from harp.experiments import build
 from harp.experiments.recipe import Model, Recipe
 
-STEPS = 4096  # widths are multiples of 1 / STEPS: finer than a channel of the networks here
+STEPS = 4096  # widths are multiples of 1 / STEPS, which is finer than a channel of our networks
 
 
 def width(made: Recipe, source: registry.DataSet, total: int) -> float:
-    """The width at which the recipe's model costs as much as possible, but at most `total`."""
+    """The largest width at which the recipe's model costs at most `total`."""
     try:
         least = size(made, source, 1 / STEPS)
     except ModelError as error:
@@ -23,18 +23,18 @@ def width(made: Recipe, source: registry.DataSet, total: int) -> float:
         low, high = high, 2 * high
         if high > 2**30:
             raise RecipeError(f"dense-small: {made.model.name} does not grow with its width")
-    while high - low > 1:  # costs grow with the width, so halving finds the last one that fits
+    while high - low > 1:  # costs grow with the width: bisection
         middle = (low + high) // 2
         low, high = (middle, high) if size(made, source, middle / STEPS) <= total else (low, middle)
     return low / STEPS
 
 
 def size(made: Recipe, source: registry.DataSet, at: float) -> int:
-    """What the recipe's budget counts of its model at a width: its prunable weights, or its FLOPs."""
+    """The size of the recipe's model at a width, in what the budget counts."""
     model = build.build(Model.model_validate(part(made, at)), source, None)
     return build.size_of(made.units, model, source)
 
 
 def part(made: Recipe, at: float) -> dict[str, Any]:
-    """The recipe's model at a width; weights of the wide one are of no use to it."""
+    """The recipe's model at a width, without the weights of the wide one."""
     return {**made.model.model_dump(exclude={"weights"}, exclude_defaults=True), "width": at}

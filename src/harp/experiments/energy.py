@@ -1,14 +1,14 @@
-"""The energy that a training takes, and what it emits: measured where that is possible, else by a formula.
+"""The energy that a training takes and the CO2 that it emits: measured by codecarbon where possible, else by a formula.
 
-The formula is the one of the Machine Learning Impact Calculator (Lacoste et al., "Quantifying the Carbon Emissions of
-Machine Learning", 2019), which the HARP paper used,
+The formula is that of the Machine Learning Impact Calculator (Lacoste et al., "Quantifying the Carbon Emissions of
+Machine Learning", 2019), which the HARP paper uses:
 
-    kWh  =  watts / 1000 · hours · PUE          g CO2  =  kWh · intensity
+    kWh  =  watts / 1000 · hours          g CO2  =  kWh · intensity
 
-A GPU is taken to be the paper's, an RTX 3090 of 350 W, and electricity to be the world's mean, as nobody knows where a
-run is. At `PAPER_INTENSITY`, the 610 g/kWh that the calculator holds for Google's region europe-west3, the 10,198 hours
-of the paper emit the 2,177.27 kg that it reports. The calculator knows no power usage effectiveness (PUE: what the
-building takes for each unit that its machines take), so it is 1 unless told.
+A GPU is assumed to be the paper's, an RTX 3090 of 350 W. The default intensity of the electricity is the world's mean,
+because the location of a run is not known. At `PAPER_INTENSITY`, the calculator's 610 g/kWh of Google's region
+europe-west3, the 10,198 hours of the paper emit the 2,177.27 kg that it reports. The energy of the building around the
+machines is not included.
 """
 
 import logging
@@ -24,46 +24,40 @@ from harp.errors import RecipeError
 
 GPU_WATTS = 350.0  # board power of the RTX 3090, the card of the paper
 CPU_WATTS = 65.0  # an assumption: the usual thermal design power of a desktop's processor
-PUE = 1.0
 INTENSITY = 475.0  # g CO2 / kWh, the world's mean by the IEA's Global Energy & CO2 Status Report of 2019
 PAPER_INTENSITY = 610.0
 """The paper's, g CO2 / kWh: europe-west3 in the calculator."""
 
-_MEASURED = ("intel_rapl", "windows_emi", "intel_power_gadget")  # what codecarbon calls its ways to read a CPU's power
-_METERED = ("AppleSiliconChip", "Raspberry")  # chips that say themselves what they draw
+_CPU_MODES = ("intel_rapl", "windows_emi", "intel_power_gadget")  # codecarbon's names of measurements of a CPU's power
+_CHIPS = ("AppleSiliconChip", "Raspberry")  # chips that report their power
 
 
-def estimate(
-    hours: float, *, watts: float = GPU_WATTS, pue: float = PUE, intensity: float = INTENSITY
-) -> dict[str, Any]:
+def estimate(hours: float, *, watts: float = GPU_WATTS, intensity: float = INTENSITY) -> dict[str, Any]:
     """Energy (kWh) and CO2 (g) of so many hours at so many watts, and in `by` the formula with its numbers."""
-    _check(watts, pue, intensity)
-    if not 0 <= hours < math.inf:
-        raise RecipeError(f"hours must be a finite number of 0 or more, not {hours!r}")
-    kwh = watts / 1000 * hours * pue
-    by = f"formula: {watts:g} W x {hours:.3g} h x PUE {pue:g} x {intensity:g} g/kWh"
+    for name, value in (("hours", hours), ("watts", watts), ("intensity", intensity)):
+        if not 0 <= value < math.inf:
+            raise RecipeError(f"{name} must be a finite number of 0 or more, not {value!r}")
+    kwh = watts / 1000 * hours
+    by = f"formula: {watts:g} W x {hours:.3g} h x {intensity:g} g/kWh"
     return {"kwh": kwh, "co2_g": kwh * intensity, "by": by}
 
 
 def assumed(device: str, processes: int, nodes: int = 1) -> float:
-    """The watts to assume of processes on so many machines: a GPU for each, or a CPU that those of a machine share."""
+    """The assumed watts of processes on so many machines: a GPU for each process, or a CPU for each machine."""
     return nodes * CPU_WATTS if device == "cpu" else processes * GPU_WATTS
 
 
 class Meter:
-    """Measures what happens inside a `with` block; `result` holds kwh, co2_g and by afterwards.
+    """Measure the energy of a `with` block; afterwards `result` holds kwh, co2_g and by.
 
-    The energy is codecarbon's where that is installed (the extra `energy`) and works: offline, silent, without files.
-    `by` says whether it measured the power or estimated it. It sees all of this machine: where the work is done by
-    several `nodes`, the others are taken to be like it. Else it is `estimate`'s, at `watts` for all of them. In both
-    cases PUE and intensity are the ones given here. A failure to measure never reaches the work that is measured.
+    codecarbon measures it if it is installed (the extra `energy`) and works: offline, silent, without files. `by` says
+    whether it measured the power or estimated it. It sees this machine only: other `nodes` are assumed to be like it.
+    Without codecarbon it is the formula of `estimate`, at `watts` for all nodes. A failure to measure never reaches the
+    measured work.
     """
 
-    def __init__(
-        self, *, watts: float = CPU_WATTS, pue: float = PUE, intensity: float = INTENSITY, nodes: int = 1
-    ) -> None:
-        _check(watts, pue, intensity)
-        self.watts, self.pue, self.intensity, self.nodes = watts, pue, intensity, nodes
+    def __init__(self, *, watts: float = CPU_WATTS, nodes: int = 1) -> None:
+        self.watts, self.nodes = watts, nodes
         self.result: dict[str, Any] = {}
         self._tracker: Any = None
         self._measured: tuple[float, str] | None = None  # kWh, and by what
@@ -78,22 +72,17 @@ class Meter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._seconds = time.monotonic() - self._began
-        self._measured, self._tracker = _stopped(self._tracker), None
+        self._measured = _stopped(self._tracker)
         self.result = self.over(self._seconds)
 
     def over(self, seconds: float) -> dict[str, Any]:
-        """What the work takes in so many seconds, at the power that was seen: of parts that were not measured too."""
+        """The energy of so many seconds at the measured power, for work that began before the block too."""
         if self._measured is None or not self._seconds:
-            return estimate(seconds / 3600, watts=self.watts, pue=self.pue, intensity=self.intensity)
-        kwh = self.nodes * self._measured[0] * self.pue * seconds / self._seconds
-        by = self._measured[1] if self.nodes == 1 else f"{self._measured[1]}, one of {self.nodes} nodes"
-        return {"kwh": kwh, "co2_g": kwh * self.intensity, "by": by}
-
-
-def _check(watts: float, pue: float, intensity: float) -> None:
-    for name, value, least in (("watts", watts, 0), ("pue", pue, 1), ("intensity", intensity, 0)):
-        if not least <= value < math.inf:
-            raise RecipeError(f"{name} must be a finite number of {least} or more, not {value!r}")
+            return estimate(seconds / 3600, watts=self.watts)
+        kwh, by = self._measured
+        kwh *= self.nodes * seconds / self._seconds
+        by = by if self.nodes == 1 else f"{by}, one of {self.nodes} nodes"
+        return {"kwh": kwh, "co2_g": kwh * INTENSITY, "by": by}
 
 
 def _started() -> Any:
@@ -103,41 +92,37 @@ def _started() -> Any:
             from codecarbon import OfflineEmissionsTracker
 
             tracker = OfflineEmissionsTracker(
-                country_iso_code="DEU",  # it wants one; its emissions are not used
+                country_iso_code="DEU",  # required; its emissions are not used
                 output_methods=[],
                 log_level="critical",
-                allow_multiple_runs=True,  # or it would refuse to run beside another, by a lock file
+                allow_multiple_runs=True,  # otherwise a lock file refuses a second tracker
                 pue=1.0,
             )
             tracker.start()
             return tracker
-    except Exception:  # an optional measurement, of hardware that may do anything: there's always the formula
+    except Exception:  # the measurement is optional, and the hardware may raise anything
         return None
 
 
 def _stopped(tracker: Any) -> tuple[float, str] | None:
-    """The kWh that a tracker saw, and how it did; None if it did not."""
+    """The kWh that a tracker measured, and how; None if it failed."""
     try:
         with _silence():
             tracker.stop()
-            seen = tracker.final_emissions_data
-            kwh, by = float(seen.energy_consumed), f"codecarbon {seen.codecarbon_version}, {_how(tracker._hardware)}"
-    except Exception:  # as above; codecarbon also swallows its own errors, and leaves attributes unset
+            data, parts = tracker.final_emissions_data, tracker._hardware
+            kwh = float(data.energy_consumed)
+    except Exception:  # as above; codecarbon hides errors of its own too, and leaves attributes unset
         return None
+    cpu = any(getattr(part, "_mode", None) in _CPU_MODES or type(part).__name__ in _CHIPS for part in parts)
+    how = ["measured CPU power" if cpu else "CPU power estimated from its load"]
+    how += ["measured GPU power"] if any(type(part).__name__ == "GPU" for part in parts) else []
+    by = ", ".join([f"codecarbon {data.codecarbon_version}", *how, "RAM power estimated"])
     return (kwh, by) if 0 < kwh < math.inf else None
-
-
-def _how(hardware: list[Any]) -> str:
-    measured = any(getattr(part, "_mode", None) in _MEASURED or type(part).__name__ in _METERED for part in hardware)
-    words = ["measured CPU power" if measured else "CPU power estimated from its load"]
-    if any(type(part).__name__ == "GPU" for part in hardware):
-        words.append("measured GPU power")
-    return ", ".join([*words, "RAM power estimated"])
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """No logging and no warnings of codecarbon; once it is started its log level is at `critical` anyway."""
+    """Suppress logging and warnings of codecarbon."""
     log = logging.getLogger("codecarbon")
     earlier, log.disabled = log.disabled, True
     try:

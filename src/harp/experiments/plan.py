@@ -1,4 +1,4 @@
-"""Looking at a model before any training: how a strategy would spread a budget, and a check-up."""
+"""A model before any training: the allocation of a budget to its layers, and checks of the model."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from harp.pruning.units import Units, Weights, exact
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as flags describe it; classes and image shape are the data set's, as given, or the usual ones."""
+    """A model as options describe it; classes and image shape are given, or the data set's, or the usual ones."""
 
     spec: str
     data_name: str | None = None
@@ -60,12 +60,12 @@ class Subject:
         return images, torch.randint(classes, (8,), generator=generator)
 
     def examination(self, *, channels: bool = True) -> model_checks.Examination:
-        """A check-up, of the channels too or not."""
+        """Checks of the model, and perhaps of its channels."""
         source = self.source()
         return model_checks.examine(self.model(source), *self.images(source), channels=channels)
 
     def units(self, *, channels: bool = False, budget: str | None = None, multiple: int = 1, **limits: Any) -> Units:
-        """The weights or the channels of the model, under a budget of their usual kind or of another."""
+        """The weights or the channels of the model; a budget of None is the usual one."""
         source = self.source()
         net, (images, _) = self.model(source), self.images(source)
         options: dict[str, Any] = limits if budget is None else {**limits, "budget": budget}
@@ -79,11 +79,11 @@ class Subject:
 def spread(units: Units, strategy: str, keep: float, *, as_published: bool = False) -> list[dict[str, Any]]:
     """Name, size and kept units of every layer under a strategy.
 
-    As published, every layer is rounded on its own: those are the integers of the papers' tables, whose sum may miss
-    the budget by a few weights. Strategies that pick single weights have nothing to round.
+    `as_published` rounds every layer on its own, as in the papers' tables, whose sum may miss the budget by a few
+    weights. Strategies that choose single weights round nothing.
     """
     if as_published and not exact(units):
-        raise RecipeError("as published is for budgets that count weights: the papers' tables have no others")
+        raise RecipeError("--as-published is for budgets that count weights, as in the papers' tables")
     total = units.total(keep)
     counts = allocation.allocate(strategy, units, total)
     if as_published and strategy in allocation.PROPORTIONS:
@@ -94,22 +94,22 @@ def spread(units: Units, strategy: str, keep: float, *, as_published: bool = Fal
 
 
 def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """What a whole model costs and what it would at these counts, by what may be counted; the budget's comes first."""
-    found = {units.noun: (units.size, units.spend(counts))}
+    """The cost of a whole model and at these counts, in every unit; that of the budget comes first."""
+    costs = {units.noun: (units.size, units.spend(counts))}
     if isinstance(units, Channels):
-        found["channels"] = (sum(units.sizes), sum(counts))
+        costs["channels"] = (sum(units.sizes), sum(counts))
         for budget, (_, words) in TARIFFS.items():
             priced = units.priced(budget)
-            found.setdefault(words, (priced.exact(units.sizes), priced.exact(counts)))
+            costs.setdefault(words, (priced.exact(units.sizes), priced.exact(counts)))
     else:
-        found.setdefault("weights", (sum(units.sizes), sum(counts)))
-    return found
+        costs.setdefault("weights", (sum(units.sizes), sum(counts)))
+    return costs
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
-    """Channels, height and width from text like 3x32x32."""
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip())
-    if not found:
+    """Channels, height and width from text like 3x32x32 or 3,32,32."""
+    match = re.fullmatch(r"(\d+)[x,](\d+)[x,](\d+)", text.strip())
+    if not match:
         raise RecipeError(f"shape {text!r}: write channels x height x width, like 3x32x32")
-    channels, height, width = (int(size) for size in found.groups())
+    channels, height, width = map(int, match.groups())
     return channels, height, width

@@ -1,4 +1,4 @@
-"""What `harp prune` takes for granted: a recipe from a few flags, with the usual settings of each data set."""
+"""The recipe of `harp prune`: from a few options, with the usual settings of each data set."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from harp.data.datasets.base import Preset
 from harp.data.registry import DATASETS
 from harp.errors import RecipeError
 from harp.experiments import compose
-from harp.experiments import stages as pipeline
 from harp.experiments.recipe import number
+from harp.experiments.stages import ONE_STEP, Parts
 from harp.pruning.methods import PRUNERS
 
 BEST = {"weights": "tandem", "channels": "magnitude"}
@@ -38,48 +38,39 @@ def recipe(
     """
     name, options = compose.read_method(method, strategy)
     preset = DATASETS[data].preset if data in DATASETS else Preset()
-    usual = preset.epochs if objective != "free" else _replayed(preset.epochs, bool(PRUNERS[name].finetuning))
-    lengths = [length if given is None else given for given, length in zip(epochs, usual, strict=True)]
-    threat: dict[str, Any] = {}
-    if objective != "natural":
-        step = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
-        threat = {"epsilon": epsilon or preset.epsilon}
-        threat |= {} if objective in pipeline.ONE_STEP else {"step": step}
-    pruner: dict[str, Any] = {"name": name, **options, "keep": keep}
-    training = {"name": objective, **threat}
-    stages = pipeline.stages(
-        pruner,
-        [] if weights is not None else [{"name": "pretrain", "epochs": lengths[0]}],
-        {"name": "prune", "epochs": lengths[1]},
-        {"name": "finetune", "epochs": lengths[2], "optimizer": {"lr": 0.01}},
-        training,
+    names = ("pretrain", "prune", "finetune")
+    first, second, third = ({"name": n, "epochs": length} for n, length in zip(names, preset.epochs, strict=True))
+    usual = Parts([first], second, {**third, "optimizer": {"lr": 0.01}})
+    if objective == "free":
+        usual = usual.replayed(bool(PRUNERS[name].finetuning))
+    pretrain, prune, finetune = (
+        stage if given is None else {**stage, "epochs": given}
+        for given, stage in zip(epochs, (usual.pretrain[0], usual.prune, usual.finetune), strict=True)
     )
-    described: dict[str, Any] = {"name": model} if weights is None else {"name": model, "weights": weights}
+    training: dict[str, Any] = {"name": objective}
+    evaluation: dict[str, Any] = {"attacks": ["pgd-20"]}
+    (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
+    if objective != "natural" and objective not in ONE_STEP:
+        training["step"] = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
+    parts = Parts([] if weights is not None else [pretrain], prune, finetune)
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}
     title = f"{method}-{'channels-' if channels else ''}{model.rpartition('/')[2]}-{keep}"
-    words = "".join(letter if letter.isalnum() else "-" for letter in title)
     return {
-        "name": words.strip("-"),
+        "name": "".join(letter if letter.isalnum() else "-" for letter in title).strip("-"),
         "seed": seed,
         "data": {"name": data, "batch": batch, "pad": preset.pad},
-        "model": described,
+        "model": {"name": model} if weights is None else {"name": model, "weights": weights},
         "units": {**units, "ignore": ignore},
         "objective": training,
-        "stages": stages,
-        "evaluate": {"attacks": ["pgd-20"], **({"epsilon": epsilon or preset.epsilon} if threat == {} else {})},
+        "stages": parts.equal({"name": name, **options, "keep": keep}, training),
+        "evaluate": evaluation,
     }
 
 
-def _replayed(epochs: tuple[int, int, int], own_loss: bool) -> tuple[int, int, int]:
-    """The lengths of Free-AT: an epoch stands for as many as it replays. Fine-tuning by a loss of its own has none."""
-    pretrain, prune, finetune = map(compose.replayed, epochs)
-    return pretrain, prune, epochs[2] if own_loss else finetune
-
-
 def read_number(what: str, text: str) -> float:
-    """A flag's number, written as in a recipe."""
+    """The number of an option, written as in a recipe."""
     try:
         return float(number(text))
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Recipes: one YAML file is one experiment, checked in full before anything runs.
 
-What a value is decided by has one order: the default, then the file, then `--set`. An open part (`model`, `pruner`,
-`objective`, an attack) is a name with options; the options are the arguments of what the name stands for, checked
-against its signature. Numbers may be written `8/255`, `1e-4` or `1%`.
+A value comes from the default, then from the file, then from `--set`: the last one wins. A part such as `model`,
+`pruner`, `objective` or an attack is a name with options, which are checked against the signature of the named class.
+Numbers may be written `8/255`, `1e-4` or `1%`.
 """
 
 import copy
@@ -35,6 +35,8 @@ from torch import nn
 
 from harp import models
 from harp.attacks import ATTACKS, named
+from harp.data import registry
+from harp.data.dataset import DataSet
 from harp.errors import RecipeError
 from harp.models import MODELS
 from harp.pruning.allocation import STRATEGIES
@@ -42,46 +44,39 @@ from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.schedules import SCHEDULES
 from harp.pruning.units import BUDGETS
+from harp.system.progress import Quiet
 from harp.training.objectives import OBJECTIVES
 
-FORMAT = 2  # part of every hash: raise it when the same recipe would give another result
+FORMAT = 2  # part of every hash: raise it if the same recipe gives another result
 
-_NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # what YAML takes for text
-_MOST_SHOWN = 24  # names in an error: more than that is no answer
+_NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # numbers that are text to YAML
 _Table = Mapping[str, Callable[..., Any]]
-_SUPPLIED = (
-    "units",
-    "masks",
-    "seed",
-    "num_classes",
-    "in_channels",
-    "shape",
-)  # arguments that the run knows, not options
+_MOST_SHOWN = 24  # names in an error
+_SUPPLIED = ("units", "masks", "seed", "num_classes", "in_channels", "shape")  # arguments of the run, not options
 
 
 def number(value: Any) -> Any:
-    """Read `8/255`, `1e-4` and `1%` as numbers; leave what is neither text nor a truth value to the type check."""
+    """Read `8/255`, `1e-4` and `1%` as numbers; other values are left to the type check."""
     if not isinstance(value, (str, bool)):
         return value
     text = str(value).strip()
     above, slash, below = (text[:-1], "%", "100") if text.endswith("%") else text.partition("/")
     try:
-        return float(Decimal(above) / Decimal(below if slash else 1))  # decimal, so that 0.7% is 0.007 to the bit
+        return float(Decimal(above) / Decimal(below if slash else 1))  # decimal: 0.7% is exactly 0.007
     except ArithmeticError as error:
         raise ValueError(f"{value!r} is no number: write it like 0.01, 1%, 8/255 or 1e-4") from error
 
 
 def unknown(what: str, value: Any, known: Collection[str]) -> str:
-    """One line for a word that is not in a table, with the nearest that is."""
+    """The error message for an unknown name, with the nearest known one."""
     close = difflib.get_close_matches(str(value), list(known), n=1)
-    few = f"one of {', '.join(known) or 'none'}"
-    all_ = few if len(known) <= _MOST_SHOWN else f"`harp list` has the {len(known)} that there are"
-    hint = f"did you mean {close[0]!r}?" if close else all_
-    return f"unknown {what} {value!r}: {hint}"
+    names = f"one of {', '.join(known) or 'none'}"
+    names = names if len(known) <= _MOST_SHOWN else f"`harp list` shows all {len(known)}"
+    return f"unknown {what} {value!r}: " + (f"did you mean {close[0]!r}?" if close else names)
 
 
 def _numeral(value: Any) -> Any:
-    """Read what looks like a number as one, where nothing says what type a value has."""
+    """Read text that looks like a number as one, where the type of a value is not known."""
     return number(value) if isinstance(value, str) and _NUMERAL.fullmatch(value) else value
 
 
@@ -99,11 +94,11 @@ Whole = Annotated[int, Field(strict=True)]
 WholeIfWhole = Annotated[Number, AfterValidator(lambda x: int(x) if x == int(x) else x)]  # hashes tell 4 from 4.0
 Count = Annotated[Whole, Field(ge=1)]
 Flag = Annotated[bool, Field(strict=True)]
-Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]  # it becomes part of a folder's name
+Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f.][^/\\\x00-\x1f]*$")]  # part of a folder's name
 _Untyped = Annotated[Any, BeforeValidator(_numeral)]
 Strategy = Annotated[str | dict[str, Number], BeforeValidator(_strategy)]
 
-# What arguments may be, where their annotation says less. Pruners check it when they get their model; this is earlier.
+# Types of arguments that are narrower than their annotations: an error now is better than one of the pruner later.
 _BY_NAME = {"keep": Share, "initial_rate": Share, "strategy": Strategy, "initial_strategy": Strategy}
 _BY_TYPE: dict[Any, Any] = {
     float: Number,
@@ -135,7 +130,7 @@ def _schema(factory: Callable[..., Any], base: type[_Part] = _Part) -> type[_Par
     """The schema of a factory's arguments, without those that the run supplies."""
     try:
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
-    except NameError:  # another package's, which imports what it is annotated with for type checkers only
+    except NameError:  # the factory of another package, whose annotations are imported for type checkers only
         hints = {}
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
@@ -149,28 +144,30 @@ def _schema(factory: Callable[..., Any], base: type[_Part] = _Part) -> type[_Par
 
 
 def _part(what: str, table: _Table, value: Any, *, base: type[_Part] = _Part, build: bool = False) -> Any:
-    """Check a part `{name: ..., option: ...}` whose options belong to the table's entry; just a name is fine too."""
+    """Check a part `NAME` or `{name: ..., option: ...}` against the signature of the table's entry."""
     if not isinstance(value, (str, Mapping)):
-        return value  # for the type check to refuse
+        return value  # the type check refuses it
     options = {"name": value} if isinstance(value, str) else dict(value)
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in table:
         raise ValueError(unknown(what, name, table))
     options = _schema(table[name], base).model_validate(options).model_dump(exclude_defaults=True)
     if build:
-        table[name](**options)  # what the part stands for checks its own values
+        table[name](**options)  # it checks its own values
     return {"name": name, **options}
 
 
 def _attack(value: Any) -> Any:
     if isinstance(value, str) and _part("attack", ATTACKS, re.sub(r"-\d.*", "", value)):
-        return value if named(value) else None  # like `pgd-20`; raises if it is not
+        return value if named(value) else None  # like `pgd-20`; raises an error for other text
     return _part("attack", ATTACKS, value, build=True)
 
 
 def _model(value: Any) -> Any:
     part = {"name": value} if isinstance(value, str) else value
-    if isinstance(part, Mapping) and re.search(r":|\.py$", str(part.get("name"))):  # not ours: no types are known yet
+    if isinstance(part, Mapping) and re.search(
+        r":|\.py$", str(part.get("name"))
+    ):  # a model of the user, whose types are not known
         return {key: _numeral(item) for key, item in part.items()}
     return _part("model", {name: entry.factory for name, entry in MODELS.items()}, part, base=_ForEveryModel)
 
@@ -180,50 +177,54 @@ OrPgd = BeforeValidator(lambda value: {"name": "pgd", **value} if isinstance(val
 
 
 class Data(_Part):
-    """The data set, how it is cut into batches, and what is held out of training for model selection."""
+    """The data set, its batches, and the images that are held out of training for model selection."""
 
     name: str
     batch: Count = 128
     holdout: Positive = 0.1  # a share of the training set, or a count
-    train: Count | None = None  # images to train on, drawn by the seed; default: all that are left
+    train: Count | None = None  # images to train on, drawn by the seed; default: all that are not held out
     augment: Flag = True
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None
-    stream: Flag | None = None  # leave image files in place; default: where they would fill a quarter of the memory
-    crop: Literal["pad", "resized"] = "pad"  # of the image at its size, after padding; or of the stored picture
-    margin: Annotated[Number, Field(ge=1, le=4)] = 256 / 224  # of test images, with `resized`: cut from so much more
-    corrupt: NotNegative = 0.001  # undecodable images that training puts up with, a share or a count
+    stream: Flag | None = None  # read image files while training; default: if they would fill a quarter of the memory
+    crop: Literal["pad", "resized"] = "pad"  # crop the padded image, or the stored picture
+    margin: Annotated[Number, Field(ge=1, le=4)] = (
+        256 / 224
+    )  # of test images, with `resized`: they are cropped from a larger one
+    corrupt: NotNegative = 0.001  # undecodable images that training tolerates, a share or a count
 
-    def loading(self) -> dict[str, Any]:
-        """What `harp.data.registry.load` is told beside the name and the folder."""
-        return {"size": self.size, "stream": self.stream, "margin": self.margin if self.crop == "resized" else None}
+    def load(self, data_dir: Path | None, *, name: str | None = None, display: Quiet | None = None) -> DataSet:
+        """Load the data set, or another one by its name with the same options."""
+        size, stream, margin = self.size, self.stream, self.test_margin
+        return registry.load(name or self.name, data_dir, size, stream=stream, margin=margin, display=display)
+
+    @property
+    def test_margin(self) -> float | None:
+        """The margin, if it is used."""
+        return self.margin if self.crop == "resized" else None
 
     def held(self, images: int) -> int:
-        """How many of so many images are held out of training."""
+        """The number of images that are held out of training."""
         return round(self.holdout * images) if self.holdout < 1 else int(self.holdout)
 
     @model_validator(mode="after")
-    def _crops_need_files(self) -> Self:
+    def _sensible(self) -> Self:
         if self.crop == "resized" and self.stream is False:
-            raise ValueError("crop resized cuts from stored pictures: they can't be in memory, leave out stream: false")
-        return self
-
-    @model_validator(mode="after")
-    def _share_or_count(self) -> Self:
+            raise ValueError("crop resized reads stored pictures while training: leave out stream: false")
         if self.holdout == 1 or (self.holdout > 1 and self.holdout != int(self.holdout)):
             raise ValueError(f"holdout {self.holdout:g}: give a share below 1, or a whole number of images above 1")
         return self
 
 
 class _ForEveryModel(_Part):
-    """What may be said of every model beside the options of its factory."""
+    """The keys of every model beside the options of its factory."""
 
     weights: str | None = None
     normalize: tuple[list[Number], list[Positive]] | None = None
 
 
 class Model(_ForEveryModel):
-    """The model; every other key is an option of its factory."""
+    """The model; further keys are options of its factory."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -240,7 +241,7 @@ class Model(_ForEveryModel):
 
 
 class Units(_Part):
-    """What is pruned, what the budget counts, and limits per layer by name pattern."""
+    """What is pruned, what the budget counts, and limits of layers by name pattern."""
 
     kind: Literal["weights", "channels"] = "weights"
     budget: str | None = None  # default: the number of weights, or the FLOPs of channels
@@ -248,7 +249,7 @@ class Units(_Part):
     include: list[str] = []  # weights only
     minimum: dict[str, Number] = {}
     maximum: dict[str, Number] = {}
-    multiple: Count = 1  # channels only, as are the ends
+    multiple: Count = 1  # channels only, as is whole_ends
     whole_ends: Flag = False
 
     @model_validator(mode="after")
@@ -263,7 +264,7 @@ class Units(_Part):
         return self
 
     def options(self) -> dict[str, Any]:
-        """What is not left at its default, for the constructor of these units."""
+        """Arguments for the constructor of these units: all keys that are not at their default."""
         return self.model_dump(exclude_defaults=True, exclude={"kind"})
 
 
@@ -280,7 +281,7 @@ class Optimizer(_Part):
 
 
 class Stage(_Part):
-    """One training: a pruner, an objective, so many epochs."""
+    """A training: a pruner, an objective, epochs."""
 
     name: Name
     pruner: Annotated[dict[str, Any], BeforeValidator(partial(_part, "pruner", PRUNERS))]
@@ -288,12 +289,17 @@ class Stage(_Part):
     objective: ObjectivePart | None = None  # default: the recipe's
     optimizer: Optimizer = Optimizer()
     accumulate: Count = 1
-    compact: Flag | None = None  # train without channels that fixed masks leave unread: none means where it pays
+    compact: Flag | None = None  # train without channels that fixed masks leave unread; default: if that is faster
     select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
+
+    @property
+    def prunes(self) -> bool:
+        """Whether it chooses what is pruned."""
+        return self.pruner["name"] not in ("dense", "fixed")
 
 
 class Evaluation(_Part):
-    """What the finished network is measured by, once, on the test set."""
+    """The evaluation of the finished network on the test set."""
 
     attacks: list[Annotated[str | dict[str, Any], BeforeValidator(_attack)]] = ["pgd-20"]
     epsilon: NotNegative | None = None  # of attacks named by text; default: the objective's
@@ -336,7 +342,7 @@ class Recipe(_Part):
     stages: list[Stage] = Field(min_length=1)
     evaluate: Evaluation = Evaluation()
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"
-    sync_norms: Flag = True  # batch norms see the images of all processes, so that their number changes nothing
+    sync_norms: Flag = True  # so that the number of processes does not change the result
 
     @model_validator(mode="after")
     def _sensible(self) -> Self:
@@ -359,10 +365,10 @@ class Recipe(_Part):
         return self.objective if stage.objective is None else stage.objective
 
     def identity(self, stages: int, *contents: str) -> str:
-        """The hash of all that the first stages' result depends on; `contents` are hashes of files they read.
+        """The hash of all that the result of the first stages depends on; `contents` are hashes of files they read.
 
-        Defaults are left out, so that a new option does not disown old results, and so is what these stages don't use:
-        names, the objective of other stages, limits while nothing is pruned.
+        Defaults are left out, so that a new option does not change old hashes, and so are keys that these stages don't
+        use: names, the objective of other stages, limits while nothing is pruned.
         """
         done = self.stages[:stages]
         used = {"seed", "data", "model", "precision", "sync_norms"} | {
@@ -371,7 +377,7 @@ class Recipe(_Part):
         facts = self.model_dump(mode="json", exclude_defaults=True, include=used)
         facts["model"].pop("weights", None)  # a path; the content is in `contents`
         for key in ("stream", "corrupt"):
-            facts["data"].pop(key, None)  # where images are, and how many damaged ones are too many, changes no result
+            facts["data"].pop(key, None)  # they change no result
         steps = [stage.model_dump(mode="json", exclude_defaults=True, exclude={"name"}) for stage in done]
         for stage, step in zip(done, steps, strict=True):
             step["objective"] = self.stage_objective(stage)
@@ -383,21 +389,21 @@ class Recipe(_Part):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
-        """The recipe as it was resolved, defaults left out."""
-        # Other letters are written as escapes: some of them are line breaks to YAML, and would come back as blanks.
+        """The recipe as YAML, without defaults."""
+        # Non-ASCII characters are escaped: YAML reads some of them as line breaks.
         return yaml.safe_dump(self.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
 
 
 class Axes(_Part):
-    """What a recipe file says for those who put another method or budget in place; no part of the recipe itself."""
+    """What a recipe file says for `harp.experiments.compose`; not a part of the recipe itself."""
 
-    budgets: dict[str, Share] = {}  # shares that are kept, by the shares in per cent that names say are pruned
-    channels: dict[str, Any] = {}  # options of the file's own pruner that differ where channels are pruned
-    name_objective: Flag = False  # names say the objective, even the file's own
+    budgets: dict[str, Share] = {}  # kept shares, by the pruned per cent in short names
+    channels: dict[str, Any] = {}  # options of the file's own pruner that differ if channels are pruned
+    name_objective: Flag = False  # names include the objective, even the file's own
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as the standard has it: a key that comes twice is an error and not a silent loss."""
+    """YAML in which a repeated key is an error, as the standard demands."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -409,10 +415,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(text: str | Path, where: str) -> Any:
-    """Plain data from YAML: no dates or sets, and what anchors share is apart, so that one can be changed alone."""
+    """Plain data from YAML text or a file: no dates or sets, and each use of an anchor is a copy."""
     try:
-        found = yaml.load(text if isinstance(text, str) else text.read_text(encoding="utf-8"), _Loader)
-        return json.loads(json.dumps(found))
+        content = yaml.load(text if isinstance(text, str) else text.read_text(encoding="utf-8"), _Loader)
+        return json.loads(json.dumps(content))
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         raise RecipeError(f"{where} can't be read: {' '.join(str(error).split())}") from error
 
@@ -426,18 +432,11 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def as_axes(content: Mapping[str, Any]) -> Axes:
-    """What a recipe file says for `harp.experiments.compose`."""
+    """The axes of a recipe file."""
     try:
         return Axes.model_validate(content.get("axes", {}))
     except ValidationError as error:
         raise RecipeError(_one_line(error, "axes")) from error
-
-
-def load(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file, and apply changes of the form `a.b=c`; `compose.load` knows shipped names too."""
-    if not Path(path).is_file():
-        raise RecipeError(f"no recipe file {path}")
-    return parse({key: value for key, value in read_file(Path(path)).items() if key != "axes"}, changes)
 
 
 def parse(content: Mapping[str, Any], changes: Sequence[str] = ()) -> Recipe:
@@ -458,11 +457,11 @@ def _change(content: dict[str, Any], change: str) -> None:
     node: Any = [content]
     place: Any = 0
     for key in path.strip().split("."):
-        if isinstance(node[place], str):  # an open part written as just its name
+        if isinstance(node[place], str):  # a part that is written as a name only
             node[place] = {"name": node[place]}
         node, place = node[place], key
         if isinstance(node, dict):
-            node.setdefault(key, {})  # a part that the file leaves at its default
+            node.setdefault(key, {})  # a part that is at its default in the file
             continue
         items = enumerate(node if isinstance(node, list) else ())
         place = next((i for i, x in items if key == str(i) or (isinstance(x, dict) and x.get("name") == key)), None)
@@ -472,7 +471,7 @@ def _change(content: dict[str, Any], change: str) -> None:
 
 
 def _one_line(error: ValidationError, *inside: str) -> str:
-    """The first problem of a validation, with its path."""
+    """The first error of a validation, with its path."""
     first = error.errors()[0]
     places = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*inside, *first["loc"])]
     path = "".join(places).removeprefix(".")

@@ -1,4 +1,4 @@
-"""What a run's files hold: records whose known keys are checked."""
+"""The content of a run's files: records whose known keys are checked."""
 
 from typing import Any, Literal, Self
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Record(BaseModel):
-    """Known keys are checked, others are kept as they are."""
+    """Known keys are checked, others are kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
 
@@ -49,7 +49,7 @@ class Accuracy(Record):
 
     @property
     def key(self) -> tuple[str, float | None, str]:
-        """What makes two numbers comparable: the attack's name, its epsilon and its norm."""
+        """Two accuracies with the same key are comparable: the attack's name, its epsilon and its norm."""
         return self.name, self.epsilon, str((self.attack or {}).get("norm", ""))
 
 
@@ -73,7 +73,7 @@ class Curve(Record):
 
 
 class Distances(Record):
-    """The least perturbation that breaks each image; None where none did."""
+    """The smallest perturbation that fools the network, for each image; None where none did."""
 
     attack: str
     norm: str
@@ -83,7 +83,7 @@ class Distances(Record):
 
 
 class Finding(Record):
-    """A check and how it ended."""
+    """A check and its result."""
 
     check: str
     verdict: Literal["good", "look", "bad"]
@@ -117,7 +117,7 @@ class Corruptions(Record):
 
 
 class Flip(Record):
-    """An image that the dense and the pruned network see differently."""
+    """An image that the dense and the pruned network classify differently."""
 
     index: int
     label: int
@@ -126,7 +126,7 @@ class Flip(Record):
 
 
 class Flips(Record):
-    """What pruning changed, image by image."""
+    """The changes of predictions by pruning."""
 
     n: int
     both_right: int
@@ -161,7 +161,7 @@ class Examples(Record):
 
 
 class File(Record):
-    """A file that a network was deployed as."""
+    """An exported file of a network."""
 
     file: str
     format: str = ""
@@ -171,7 +171,7 @@ class File(Record):
 
 
 class Agreement(Record):
-    """How many clean predictions of a file are those of a network in torch, and how far its logits are off."""
+    """The agreement of an exported file with a network in torch: of predictions on clean images, and of logits."""
 
     other: str = Field(alias="with")
     twin: bool = True
@@ -188,7 +188,7 @@ class Twin(Record):
 
 
 class Trial(Record):
-    """An accuracy in torch and as deployed; `how` the second one was measured."""
+    """An accuracy in torch and of the exported file; `how` is the measurement of the second one."""
 
     name: str
     how: str
@@ -197,7 +197,7 @@ class Trial(Record):
 
 
 class Deployed(Record):
-    """What a deployed file was found to do."""
+    """The evaluation of an exported file."""
 
     artefact: File
     twin: Twin | None = None
@@ -216,7 +216,7 @@ class CostLayer(Record):
 
 
 class Cost(Record):
-    """What the network costs to run and to keep."""
+    """The cost of the network: multiplications, parameters, bytes."""
 
     macs: int | None = None
     macs_kept: int | None = None
@@ -228,7 +228,7 @@ class Cost(Record):
 
 
 class Energy(Record):
-    """What a stage used up."""
+    """The energy of a stage."""
 
     kwh: float
     co2_g: float | None = None
@@ -253,7 +253,7 @@ class Layer(_Kept):
 
 
 class Budget(_Kept):
-    """What was pruned, what the budget counts of it, and how much is kept."""
+    """The budget: what was pruned, what is counted of it, and how much is kept."""
 
     kind: str = "weights"
     unit: str = "weights"
@@ -295,4 +295,4 @@ KINDS: dict[str, type[Record]] = {
     "examples": Examples,
     "deployed": Deployed,
 }
-"""What is measured after a run, by the `kind` that its file gives."""
+"""The records of measurements after a run, by the `kind` in their file."""

@@ -1,9 +1,9 @@
-"""Studies: one recipe, the methods that are compared under it, the budgets and the seeds.
+"""Studies: a recipe, the methods that are compared under it, the budgets and the seeds.
 
-A study is a YAML file with `recipe`, `methods`, `keep`, `seeds`, `rank_by` (an attack) and `protocol` (how the methods'
-stages are laid out, see `harp.experiments.stages`), or just a recipe with the rest given as flags. A
-method is written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value` or both, or as a mapping with a label. What
-the recipe sets for its own pruner holds for the methods of the same class and its subclasses.
+A study is a YAML file with `recipe`, `methods`, `keep`, `seeds`, `rank_by` (an attack) and `protocol` (the layout of
+the methods' stages, see `harp.experiments.stages`), or a recipe with the rest as options of the command. A method is
+written `NAME`, `NAME+STRATEGY`, `NAME:option=value,option=value`, or as a mapping with a label. Options of the recipe's
+own pruner also apply to methods of its class.
 """
 
 import re
@@ -22,19 +22,18 @@ from harp.experiments.recipe import parse as parse_recipe
 from harp.experiments.stages import PROTOCOLS
 
 SHIPPED = Path(__file__).parent / "studies"
-DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network with as many weights as are kept
-_OTHERS = (DENSE, SMALL)
+DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network of the size of a pruned one
 _KEYS = ("name", "description", "recipe", "methods", "keep", "seeds", "rank_by", "protocol")
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the comparison: a pruner with its options, under a name for people."""
+    """A method of the comparison: a pruner with its options, and a label for tables."""
 
     label: str
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # all options, for single budgets
+    at: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)  # all options, by budget
 
     def pruner(self, keep: float) -> dict[str, Any]:
         """The method as the pruner of a recipe."""
@@ -43,23 +42,20 @@ class Method:
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared."""
+    """What is compared, checked."""
 
     name: str
     description: str
-    recipe: Recipe  # it evaluates by `rank_by` too
+    recipe: Recipe  # its evaluation includes `rank_by`
     methods: tuple[Method, ...]
-    keep: tuple[float, ...]  # from much to little
+    keep: tuple[float, ...]  # the largest first
     seeds: tuple[int, ...]
-    rank_by: str | Mapping[str, Any]  # the attack under which the most accurate method is the best
-    protocol: str  # a name in `pipeline.PROTOCOLS`
+    rank_by: str | Mapping[str, Any]  # the attack that ranks the methods
+    protocol: str  # a name in `harp.experiments.stages.PROTOCOLS`
 
 
 def shipped() -> dict[str, dict[str, Any]]:
-    """The contents of the studies that come with the package, by name.
-
-    A file with `bases` is a study of each of them, named BASE/STUDY, with what that base has of its own.
-    """
+    """The contents of the shipped studies, by name. A file with `bases` is a study of each, named BASE/STUDY."""
     studies: dict[str, dict[str, Any]] = {}
     titles = {base: read_file(path).get("description", "") for base, path in compose.shipped().items()}
     for path in SHIPPED.glob("*.yaml"):
@@ -89,10 +85,7 @@ def load(
     changes: Sequence[str] = (),
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Study:
-    """Read a study or a recipe from a file or by its name; what else is given overrides its keys.
-
-    `choice` is put in place in the recipe.
-    """
+    """Read a study or a recipe from a file or by its name; other arguments override its keys and its recipe."""
     content = _content(source)
     given = {"methods": methods, "keep": keep, "seeds": seeds}
     content |= {key: text.split(",") for key, text in given.items() if text is not None}
@@ -105,7 +98,7 @@ def load(
 
 
 def _content(source: str) -> dict[str, Any]:
-    """The content of a study; a recipe is one that names no methods yet."""
+    """The content of a study; that of a recipe has no methods."""
     studies, path = shipped(), Path(source)
     if not path.is_file() and source in studies:
         return studies[source]
@@ -128,7 +121,7 @@ def parse(
     changes: Sequence[str] = (),
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Study:
-    """Check the content of a study; a recipe named by a path is looked for from `folder`."""
+    """Check the content of a study; the path of its recipe is relative to `folder`."""
     for key in content:
         if key not in _KEYS:
             raise RecipeError(f"study: {unknown('key', key, _KEYS)}")
@@ -148,11 +141,13 @@ def parse(
     protocol = content.get("protocol", "equal")
     if protocol not in PROTOCOLS:
         raise RecipeError(f"study: {unknown('protocol', protocol, PROTOCOLS)}")
-    rank_by = _attack(content.get("rank_by"), made)
+    rank_by, evaluate = _rank_by(content.get("rank_by"), made), made.evaluate
+    if rank_by not in evaluate.attacks:
+        evaluate = evaluate.model_copy(update={"attacks": [*evaluate.attacks, rank_by]})
     return Study(
         name=name,
         description=str(content.get("description", made.description)),
-        recipe=_evaluated_by(rank_by, made),
+        recipe=made.model_copy(update={"evaluate": evaluate}),
         methods=methods,
         keep=tuple(sorted(keep, reverse=True)),
         seeds=tuple(seeds),
@@ -162,28 +157,28 @@ def parse(
 
 
 def split_methods(text: str) -> list[str]:
-    """Cut a list of methods at its commas, but not at those between the options of one."""
-    found: list[str] = []
+    """Split a list of methods at its commas, except those between the options of a method."""
+    texts: list[str] = []
     for piece in text.split(","):
-        if found and "=" in piece and ":" not in piece.partition("=")[0]:
-            found[-1] += f",{piece}"
+        if texts and "=" in piece and ":" not in piece.partition("=")[0]:
+            texts[-1] += f",{piece}"
         else:
-            found.append(piece.strip())
-    return found
+            texts.append(piece.strip())
+    return texts
 
 
 def method(value: Any, base: Mapping[str, Any] | None = None) -> Method:
     """Read a method from text or from a mapping, and check its options; `base` is the pruner of the recipe."""
     base = base or {}
     if isinstance(value, str):
-        return _checked(value.strip(), *compose.read_method(value, others=_OTHERS), base)
+        return _checked(value.strip(), *compose.read_method(value, others=(DENSE, SMALL)), base)
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise RecipeError(f"method {value!r}: write it like harp+lamp:reach=0 or {{label: ..., name: ..., ...}}")
     options = {key: option for key, option in value.items() if key not in ("label", "name", "at")}
     label, by_budget = str(value.get("label", value["name"])), value.get("at", {})
     if not isinstance(by_budget, Mapping) or not all(isinstance(some, Mapping) for some in by_budget.values()):
         raise RecipeError(f"method {label!r}: at is {by_budget!r}: give options by budget, like {{1%: {{rho: 0.01}}}}")
-    name, own = compose.spread(label, value["name"], options, _OTHERS)
+    name, own = compose.spread(label, value["name"], options, (DENSE, SMALL))
     at = {share(keep): _checked(label, name, {**own, **some}, base).options for keep, some in by_budget.items()}
     return replace(_checked(label, name, own, base), at=at)
 
@@ -199,7 +194,7 @@ def _checked(label: str, name: str, options: dict[str, Any], base: Mapping[str, 
             raise RecipeError(f"method {label!r}: {name} has no options")
         return Method(label, name)
     if "keep" in options:
-        raise RecipeError(f"method {label!r}: keep is the study's, the same for all methods")
+        raise RecipeError(f"method {label!r}: keep is a key of the study, the same for all methods")
     pruner = {"name": name, **inherited(name, base), **options, "keep": 0.5}
     try:
         stage = Stage.model_validate({"name": "prune", "pruner": pruner, "epochs": 0})
@@ -224,8 +219,8 @@ def _recipe(value: Any, name: str, folder: Path, changes: Sequence[str], choice:
     return compose.load(path if path.is_file() else value, changes, choice)
 
 
-def _attack(value: Any, made: Recipe) -> str | Mapping[str, Any]:
-    """The attack that ranks; the recipe's last one if none is named."""
+def _rank_by(value: Any, made: Recipe) -> str | Mapping[str, Any]:
+    """The attack that ranks the methods; by default the recipe's last one."""
     if value is None:
         if not made.evaluate.attacks:
             raise RecipeError("evaluate.attacks is empty: name the attack that ranks the methods, like rank_by: pgd-20")
@@ -237,14 +232,6 @@ def _attack(value: Any, made: Recipe) -> str | Mapping[str, Any]:
         raise RecipeError(f"study: rank_by: {first.removeprefix('Value error, ')}") from error
 
 
-def _evaluated_by(attack: str | Mapping[str, Any], made: Recipe) -> Recipe:
-    """The recipe with this attack among those that it evaluates by."""
-    attacks = made.evaluate.attacks
-    if attack in attacks:
-        return made
-    return made.model_copy(update={"evaluate": made.evaluate.model_copy(update={"attacks": [*attacks, attack]})})
-
-
 def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]:
     value = content.get(key, default)
     if not isinstance(value, list):
@@ -253,8 +240,7 @@ def _list(content: Mapping[str, Any], key: str, default: list[Any]) -> list[Any]
 
 
 def _own_pruner(made: Recipe) -> dict[str, Any]:
-    """The pruner of the recipe's stage that prunes."""
-    return next((stage.pruner for stage in made.stages if stage.pruner["name"] not in ("dense", "fixed")), {})
+    return next((stage.pruner for stage in made.stages if stage.prunes), {})
 
 
 def _seed(value: Any) -> int:

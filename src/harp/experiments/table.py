@@ -1,4 +1,4 @@
-"""The outcome of a comparison as rows: means and 95 % intervals over seeds, one block a budget, the best first."""
+"""The results of a comparison as rows: means and 95 % intervals over seeds, one block a budget, the best first."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from harp.evaluation.confidence import interval
 from harp.system.progress import duration
 
-Record = Mapping[str, Any]  # a single run: method, keep, seed, and what was found or why it failed
+Record = Mapping[str, Any]  # a run: method, keep, seed, and its results or why it failed
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -15,8 +15,8 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     groups: dict[tuple[float | None, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record["keep"], record["method"]), []).append(record)
-    found = [_row(keep, method, group) for (keep, method), group in groups.items()]
-    ranked = sorted(found, key=lambda row: (-(row["keep"] or math.inf), -_or_last(row["robust"])))
+    rows = [_row(keep, method, group) for (keep, method), group in groups.items()]
+    ranked = sorted(rows, key=_rank)
     best: dict[float, str] = {}
     for row in ranked:
         if row["keep"] is not None:
@@ -26,7 +26,7 @@ def rows(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _lead(best: Sequence[Record], other: Sequence[Record]) -> dict[str, Any] | None:
-    """By how much the best row of a budget is ahead of another under attack, seed by seed; None of itself."""
+    """The lead of the best row of a budget over another one under attack, paired by seed; None for itself."""
     theirs = {record["seed"]: record["robust"] for record in other if record["failed"] is None}
     pairs = [(r["robust"], theirs[r["seed"]]) for r in best if r["failed"] is None and r["seed"] in theirs]
     if best is other or not pairs:
@@ -35,8 +35,8 @@ def _lead(best: Sequence[Record], other: Sequence[Record]) -> dict[str, Any] | N
     return {"mean": mean, "half": half, "seeds": len(pairs), "ahead": sum(ours > their for ours, their in pairs)}
 
 
-def _or_last(value: float | None) -> float:
-    return -math.inf if value is None else value
+def _rank(row: Record) -> tuple[float, float]:
+    return -(row["keep"] or math.inf), math.inf if row["robust"] is None else -row["robust"]
 
 
 def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _row(keep: float | None, method: str, group: Sequence[Record]) -> dict[str, 
 
 
 def columns(attack: str, unit: str = "weights") -> tuple[str, ...]:
-    """The titles of a table, whose budget counts `unit`; the last column says what is wrong with runs."""
+    """The titles of a table, whose budget counts `unit`; the last column has remarks."""
     return ("method", f"{unit} kept", "natural", attack, "behind the best", "epochs", "time", "failed", "")
 
 
@@ -81,17 +81,15 @@ def _behind(lead: Mapping[str, Any] | None) -> str:
 
 
 def remarks(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the runs of a row: at chance level, a budget that was not met in training, why they failed."""
+    """Problems of a row's runs: at chance level, a budget that was not met in training, why they failed."""
     at_chance, unmet, seeds = row.get("at_chance"), row.get("budget_unmet"), row["seeds"]
-    found = [
-        f"{at_chance} of {seeds} at chance" if at_chance else "",
-        f"budget unmet in {unmet} of {seeds}" if unmet else "",
-    ]
-    return [text for text in (*found, row["reason"]) if text]
+    texts = [f"{at_chance} of {seeds} at chance"] if at_chance else []
+    texts += [f"budget unmet in {unmet} of {seeds}"] if unmet else []
+    return texts + ([row["reason"]] if row["reason"] else [])
 
 
 def accuracy(mean: float | None, half: float | None) -> str:
-    """A mean in per cent with half its interval; – where there is none."""
+    """A mean in per cent with half its interval; – if there is none."""
     if mean is None:
         return "–"
     return f"{100 * mean:.1f} ± " + ("–" if half is None or math.isnan(half) else f"{100 * half:.1f}")
@@ -99,53 +97,57 @@ def accuracy(mean: float | None, half: float | None) -> str:
 
 def blocks(outcome: Mapping[str, Any]) -> list[tuple[str, list[list[str]]]]:
     """Title and rows of the table of each budget; the dense network is on top of each."""
-    found, size, unit = (outcome[key] for key in ("rows", "size", "unit"))
-    dense = [cells(row) for row in found if row["keep"] is None]
-    shares = dict.fromkeys(row["keep"] for row in found if row["keep"] is not None)
-    by_share = {keep: [cells(row) for row in found if row["keep"] == keep] for keep in shares}
-    ranked = f", ranked by {outcome['rank_by']}"
-    return [(title(keep, size, unit) + ranked, [*dense, *lines]) for keep, lines in by_share.items()] or [
-        ("dense", dense)
-    ]
+    rows, size, unit = (outcome[key] for key in ("rows", "size", "unit"))
+    dense = [cells(row) for row in rows if row["keep"] is None]
+    tables = []
+    for keep in _shares(rows):
+        text = f"{title(keep, size, unit)}, ranked by {outcome['rank_by']}"
+        tables.append((text, [*dense, *(cells(row) for row in rows if row["keep"] == keep)]))
+    return tables or [("dense", dense)]
+
+
+def _shares(rows: Sequence[Record]) -> list[float]:
+    """The budgets of a comparison, the largest first."""
+    return list(dict.fromkeys(row["keep"] for row in rows if row["keep"] is not None))
 
 
 def title(keep: float, size: int, unit: str = "weights") -> str:
-    """What a budget means."""
+    """A budget in words."""
     return f"keep {100 * keep:.10g} %: {math.floor(keep * size + 0.5):,} of {size:,} {unit}"
 
 
-def overview(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def overview(rows: Sequence[Record]) -> list[list[str]]:
     """Accuracy under attack of every method at every budget, the best at the smallest budget first."""
-    shares = list(dict.fromkeys(row["keep"] for row in found if row["keep"] is not None))
-    by_place = {(row["method"], row["keep"]): accuracy(row["robust"], row["robust_half"]) for row in found}
-    dense = [[row["method"], *[by_place[row["method"], None]] * len(shares)] for row in found if row["keep"] is None]
-    ranked = [row for row in found if row["keep"] == min(shares, default=None) and row["keep"] is not None]
-    methods = dict.fromkeys([row["method"] for row in [*ranked, *found] if row["keep"] is not None])
-    return [*dense, *([method, *(by_place.get((method, keep), "–") for keep in shares)] for method in methods)]
+    shares = _shares(rows)
+    texts = {(row["method"], row["keep"]): accuracy(row["robust"], row["robust_half"]) for row in rows}
+    dense = [[row["method"], *[texts[row["method"], None]] * len(shares)] for row in rows if row["keep"] is None]
+    pruned = sorted((row for row in rows if row["keep"] is not None), key=lambda row: row["keep"] != min(shares))
+    methods = dict.fromkeys(row["method"] for row in pruned)
+    return [*dense, *([method, *(texts.get((method, keep), "–") for keep in shares)] for method in methods)]
 
 
 def notes(outcome: Mapping[str, Any]) -> list[str]:
-    """What has to be said below a table."""
-    found, seeds = outcome["rows"], len(outcome["seeds"])
+    """The notes below a table."""
+    seeds = len(outcome["seeds"])
     over = "one seed, no interval" if seeds == 1 else f"mean ± half the 95 % interval over {seeds} seeds (Student's t)"
-    said = [f"{outcome['measure'].capitalize()} in per cent on the test set: {over}."]
-    said.append(f"Ranked by {outcome['rank_by']}. Protocol {outcome['protocol']}: {outcome['protocol_meaning']}.")
+    texts = [f"{outcome['measure'].capitalize()} in per cent on the test set: {over}."]
+    texts.append(f"Ranked by {outcome['rank_by']}. Protocol {outcome['protocol']}: {outcome['protocol_meaning']}.")
     if seeds > 1:
-        said.append("Behind the best: points under attack, paired over the seeds, and on how many of them.")
-    said.append("Epochs: pre-training/pruning/fine-tuning, or one training from random weights.")
-    for row in found:
+        texts.append("Behind the best: points under attack, paired over the seeds, and on how many of them.")
+    texts.append("Epochs: pre-training/pruning/fine-tuning, or one training from random weights.")
+    for row in outcome["rows"]:
         if row["keep"] is None and row["seconds"]:
             what = "Pre-training" if row["method"] == "dense" else f"The pre-training of {row['method']}"
-            each = f"{what} (epochs: {row['epochs']}) took {duration(row['seconds'])} a seed"
-            said.append(f"{each}; the methods that begin with it share it, and it is not in their times.")
-    return said
+            took = f"{what} (epochs: {row['epochs']}) took {duration(row['seconds'])} a seed"
+            texts.append(f"{took}; the methods that begin with it share it, and it is not in their times.")
+    return texts
 
 
 def markdown(outcome: Mapping[str, Any]) -> str:
     """The tables as Markdown."""
     head = columns(outcome["attack"], outcome["unit"])
     lines = [f"# {outcome['study']}", "", *([outcome["description"], ""] if outcome["description"] else [])]
-    shares = list(dict.fromkeys(row["keep"] for row in outcome["rows"] if row["keep"] is not None))
+    shares = _shares(outcome["rows"])
     if len(shares) > 1:
         titles = ("method", *(f"keep {100 * keep:.10g} %" for keep in shares))
         lines += [f"## {outcome['attack']}", "", _line(titles), "|---" * len(titles) + "|"]

@@ -18,7 +18,7 @@ from harp.engine.graph.reference import InTorch
 from harp.engine.load import GENEROUS, load
 from harp.engine.store import pack
 from harp.errors import CheckpointError, HarpError
-from harp.experiments import finished_run, plan
+from harp.experiments import plan, run_folder
 from harp.system import files
 from harp.system.tensors import save_tensors
 
@@ -71,7 +71,7 @@ def write_sparse(model: nn.Module, example: Tensor, path: Path) -> tuple[Graph, 
 
 def of_run(folder: Path, output: Path, shape: str | None = None) -> Prepared:
     """The files of a finished run's network; the dense size is that of the architecture before any cut."""
-    network = finished_run.read(folder).network(None if shape is None else plan.parse_shape(shape))
+    network = run_folder.read(folder).network(None if shape is None else plan.parse_shape(shape))
     example = torch.rand(2, *network.shape, generator=torch.Generator().manual_seed(0))
     return of_model(network.model, example, output, _bytes(dict(network.architecture.named_parameters())))
 

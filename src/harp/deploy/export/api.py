@@ -8,7 +8,7 @@ from torch import nn
 
 from harp.deploy.export import source, write
 from harp.errors import RecipeError
-from harp.experiments.loaded_run import LoadedRun
+from harp.experiments.run_folder import LoadedRun
 from harp.system.progress import Quiet
 
 

@@ -14,9 +14,8 @@ from harp.data import registry
 from harp.errors import DataError, RecipeError
 from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
-from harp.experiments import build, finished_run, recipe, run_folder
-from harp.experiments.finished_run import Finished
-from harp.experiments.loaded_run import LoadedRun, network_of, size_of
+from harp.experiments import build, recipe, run_folder
+from harp.experiments.run_folder import Finished, LoadedRun, network_of, size_of
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
 from harp.pruning.masks import Masks
@@ -114,7 +113,7 @@ def of(
     if Path(target).is_dir():
         if weights is not None or data_name is not None:
             raise RecipeError("--weights and --data are for models: a run has its own")
-        run = finished_run.read(target)
+        run = run_folder.read(target)
         source = source_of(run.recipe, data_dir, display, needed=needs_data)
         shape = run.shape if source is None else source.shape
         if shape is None:
@@ -145,7 +144,7 @@ def source_of(
 ) -> registry.DataSet | None:
     """The run's data set; without it files are checked on noise only."""
     try:
-        return registry.load(run_recipe.data.name, data_dir, **run_recipe.data.loading())
+        return run_recipe.data.load(data_dir)
     except DataError as error:
         if needed:
             raise

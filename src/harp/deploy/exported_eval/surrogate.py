@@ -66,7 +66,7 @@ def prepared(
     if name is None:
         why = "the manifest beside it does not list it" if origin.unlisted else "no manifest or run says it"
         raise RecipeError(f"no data set for {artefact.path.name}: {why}, add --data")
-    source = registry.load(name, data_dir, **({} if run_recipe is None else run_recipe.data.loading()))
+    source = registry.load(name, data_dir) if run_recipe is None else run_recipe.data.load(data_dir, name=name)
     _check(artefact, source)
     chosen = _named(twin, weights, origin, source, name, data_dir) if twin is not None else None
     original, remark = None, ""

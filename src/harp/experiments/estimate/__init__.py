@@ -1,7 +1,3 @@
-"""What a recipe will take: time, memory, disk and energy, from a few measured steps or from counted operations."""
+"""What a recipe takes: time, memory, disk and energy, from a few steps that are measured on this machine."""
 
-__all__ = [
-    "known",
-    "plan",
-    "stages",
-]
+__all__ = ["sizes", "stages"]

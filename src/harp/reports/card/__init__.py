@@ -14,9 +14,9 @@ import yaml
 
 from harp.data.registry import facts
 from harp.evaluation.score import epsilon_text
-from harp.experiments import artefact, finished_run
-from harp.experiments.finished_run import Finished
+from harp.experiments import artefact, run_folder
 from harp.experiments.recipe import Stage
+from harp.experiments.run_folder import Finished
 from harp.models import MODELS
 from harp.pruning.methods import PRUNERS
 from harp.reports.card.loading import loading
@@ -39,7 +39,7 @@ def write(run: str | Path) -> Path:
 
 def card(run: str | Path) -> str:
     """The card of a finished run, in Markdown."""
-    found = finished_run.read(run)
+    found = run_folder.read(run)
     parts = [
         _front_matter(found),
         f"# {plain(found.recipe.name)}",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harp.experiments import artefact
-from harp.experiments.finished_run import Finished
+from harp.experiments.run_folder import Finished
 from harp.pruning.channels import Cut
 from harp.reports.card.markdown import table
 

@@ -40,8 +40,8 @@ from torch import Tensor
 from harp.data.formats.bounded import Payload
 from harp.data.formats.safe_pickle import unpickle
 from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
-from harp.experiments import finished_run
-from harp.experiments.finished_run import Finished
+from harp.experiments import run_folder
+from harp.experiments.run_folder import Finished
 from harp.pruning.papers import Structure
 from harp.reports.leaderboards import apb_texts as texts
 from harp.reports.leaderboards import taxonomy
@@ -86,7 +86,7 @@ def prepare(
     check_free(folder)
     if not runs:
         raise RecipeError("no runs to submit: give the folders of at least three, one for each sparsity")
-    read = [finished_run.read(run) for run in runs]
+    read = [run_folder.read(run) for run in runs]
     ap_key, paper = ap_key or _key(read[0]), paper or paper_of(read[0], "paper").link
     if not _AP_KEY.fullmatch(ap_key):
         raise RecipeError(f"ap_key {ap_key!r}: write Name_AuthorYearWord, like HARP_Zhao2023Holistic")
@@ -215,8 +215,8 @@ def _model(run: Finished, ap_key: str) -> _Model:
         "method": run.pruning.pruner if run.pruning else None,
         "seed": made.seed,
         "recipe": run.summary.get("recipe"),
-        "clean": _claim(finished_run.named(run, "natural")),
-        "autoattack": _claim(finished_run.named(run, "autoattack", EPSILON)),
+        "clean": _claim(run_folder.named(run, "natural")),
+        "autoattack": _claim(run_folder.named(run, "autoattack", EPSILON)),
         "fmn": None if not distances else {"value": 100 * robust_share(distances), "n": len(distances)},
     }
     return _Model(run, key, facts, state, distances)
@@ -242,7 +242,7 @@ def _distances(run: Finished) -> list[float] | None:
 def _claim(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
-    right, n = finished_run.plain_correct(result)
+    right, n = run_folder.plain_correct(result)
     return {"value": 100 * right / n, "n": n}
 
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from harp.data.registry import facts
 from harp.errors import CheckpointError, DataError, RecipeError
-from harp.experiments import finished_run
-from harp.experiments.finished_run import Finished
+from harp.experiments import run_folder
+from harp.experiments.run_folder import Finished
 from harp.pruning import masks
 from harp.reports.leaderboards.definition import define, source_name
 from harp.reports.leaderboards.submission import ERROR, WARNING, Submission, check_free, fresh, paper_of, read_json
@@ -89,7 +89,7 @@ def prepare(
     check_free(folder)
     if not _NAME.fullmatch(name):
         raise RecipeError(f"name {name!r}: write NameYearFirstword, like Zhao2023Holistic or Zhao2023Holistic_R18")
-    found = finished_run.read(run)
+    found = run_folder.read(run)
     title = title or paper_of(found, "title").title
     authors = authors or ", ".join(paper_of(found, "authors").authors)
     venue = venue or "{0.venue} {0.year}".format(paper_of(found, "venue"))
@@ -181,19 +181,19 @@ def _pruned(found: Finished) -> str:
 
 
 def _accuracies(found: Finished) -> dict[str, str | None]:
-    clean, attacked = finished_run.named(found, "natural"), finished_run.named(found, "autoattack", EPSILON)
+    clean, attacked = run_folder.named(found, "natural"), run_folder.named(found, "autoattack", EPSILON)
     texts = [None if r is None else f"{100 * _share(r):.2f}" for r in (clean, attacked)]
     return {"clean_acc": texts[0], "reported": texts[1], "autoattack_acc": texts[1]}
 
 
 def _share(result: Mapping[str, Any]) -> float:
-    right, n = finished_run.plain_correct(result)
+    right, n = run_folder.plain_correct(result)
     return right / n
 
 
 def _n(found: Finished, epsilon: float | None) -> int | None:
-    result = finished_run.named(found, "natural" if epsilon is None else "autoattack", epsilon)
-    return None if result is None else finished_run.plain_correct(result)[1]
+    result = run_folder.named(found, "natural" if epsilon is None else "autoattack", epsilon)
+    return None if result is None else run_folder.plain_correct(result)[1]
 
 
 def _other_threats(found: Finished) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harp.errors import CheckpointError, RecipeError
-from harp.experiments.finished_run import Finished
+from harp.experiments.run_folder import Finished
 from harp.pruning.methods import PRUNERS
 from harp.pruning.papers import Paper
 from harp.system.files import reason
