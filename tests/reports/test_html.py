@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -14,7 +15,8 @@ import yaml
 from harp.errors import HarpError, RecipeError, RunFolderError
 from harp.experiments import records
 from harp.reports import html as report
-from harp.reports.html import collect, compose, groups, render
+from harp.reports import templating
+from harp.reports.html import collect, compose, groups
 from support.reports import HOSTILE, accuracy, evaluation, make_run, many
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -439,7 +441,6 @@ def test_every_block_has_its_form_in_page_and_text(single: dict[str, str]) -> No
     assert "stages:" in single[".html"] and "stages:" in single[".md"]
 
 
-def test_template_is_part_of_the_package() -> None:
-    folder = Path(render.__file__).parent / "templates"
-    assert {path.name for path in folder.iterdir()} == {"report.html", "report.md", "style.css"}
-    assert "prefers-color-scheme: dark" in (folder / "style.css").read_text("utf-8")
+def test_templates_are_part_of_the_package() -> None:
+    assert {"model_card.md", "report.html", "report.md", "style.css"} <= set(os.listdir(templating.FOLDER))
+    assert "prefers-color-scheme: dark" in (templating.FOLDER / "style.css").read_text("utf-8")

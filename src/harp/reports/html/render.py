@@ -5,18 +5,15 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from numpy.typing import NDArray
 
 import harp
 from harp.experiments.records import Examples
-from harp.reports import plots
+from harp.reports import plots, templating
 from harp.reports.html.blocks import Block, Figure, Fold, Report, Table, Verdicts
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import NATURAL, Estimate, Runs
@@ -24,31 +21,24 @@ from harp.reports.html.network import Histogram
 
 FORMAT = 1  # of the data
 SIGNS = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
-@cache
-def _environment(escape: bool) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES, encoding="utf-8"),
-        autoescape=escape,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_keep_together if escape else None,
+def page(report: Report) -> str:
+    """The HTML file."""
+    return templating.render(
+        "report.html",
+        report=report,
+        style=Markup((templating.FOLDER / "style.css").read_text("utf-8")),
+        signs=SIGNS,
+        draw=lambda chart, title: Markup(plots.inline(chart, title)),
+        swatch=lambda style, kind: Markup(plots.swatch(style, kind)),
+        png=_png,
     )
-    environment.filters |= {"fence": _fence, "md": _markdown_text, "png": _png}
-    environment.globals |= {
-        "signs": SIGNS,
-        "swatch": lambda style, kind: Markup(plots.swatch(style, kind)),
-        "draw": lambda chart, title: Markup(plots.inline(chart, title)),
-    }
-    return environment
 
 
-def _keep_together(value: object) -> object:
-    """Keep a number and its per cent sign on one line."""
-    return value.replace(" %", "\u00a0%") if isinstance(value, str) and not isinstance(value, Markup) else value
+def markdown(report: Report) -> str:
+    """The same words and tables as Markdown, without the charts."""
+    return templating.render("report.md", report=report, signs=SIGNS, fence=_fence)
 
 
 def _png(image: NDArray[np.uint8]) -> str:
@@ -60,26 +50,9 @@ def _png(image: NDArray[np.uint8]) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode("ascii")
 
 
-def _markdown_text(text: str) -> str:
-    """Text that Markdown shows as it is: on one line, without tags or links of its own."""
-    line = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", line)
-
-
 def _fence(code: str) -> str:
     """The line before and after code: longer than any run of backticks in it."""
     return "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
-
-
-def page(report: Report) -> str:
-    """The HTML file."""
-    style = Markup((_TEMPLATES / "style.css").read_text("utf-8"))
-    return _environment(True).get_template("report.html").render(report=report, style=style)
-
-
-def markdown(report: Report) -> str:
-    """The same words and tables as Markdown, without the charts."""
-    return _environment(False).get_template("report.md").render(report=report)
 
 
 def data(report: Report, runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> dict[str, Any]:
