@@ -200,7 +200,9 @@ def _objective(found: Finished, stage: Stage) -> str:
     epsilon = options.pop("epsilon", getattr(made, "epsilon", None))
     norm = _NORMS.get(options.pop("norm", "linf"), "")
     options.pop("fast", None)
-    lengths = {key: getattr(made, key) for key in ("steps", "replays") if key in objectives.options(name)}
+    lengths: dict[str, Any] = {
+        key: getattr(made, key) for key in ("steps", "replays") if key in objectives.options(name)
+    }
     words = [f"{key} {_number(value)}" for key, value in {**lengths, **options}.items() if value is not None]
     return f"{title} ({norm}, epsilon {epsilon_text({'attack': {'epsilon': epsilon}})}, {', '.join(words)})"
 

@@ -23,11 +23,7 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         finalize=_keep_together,
     )
-    made.filters |= {
-        "count": "{:,}".format,
-        "md": markdown_text,
-        "percent": lambda share, digits=1: f"{share:.{digits}%}",
-    }
+    made.filters |= {"count": "{:,}".format, "md": markdown_text, "percent": _percent}
     return made
 
 
@@ -38,9 +34,13 @@ def _keep_together(context: EvalContext, value: object) -> object:
     return str(value).replace(" %", "\u00a0%") if plain else value
 
 
-def render(name: str, **values: object) -> str:
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{share:.{digits}%}"
+
+
+def render(template: str, /, **values: object) -> str:
     """A template with values."""
-    return environment().get_template(name).render(**values)
+    return environment().get_template(template).render(**values)
 
 
 def markdown_text(text: object) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from harp.errors import ModelError
 from harp.experiments.recipe import Model
 from harp.models import MODELS, source_file
+from harp.reports import templating
 
 Shape = tuple[int, int, int]
 
@@ -49,51 +50,13 @@ def define(part: Model, title: str, name: str, classes: int, shape: Shape, optio
         )
     head = _import_lines({*imports, "import torch", "from torch import Tensor", "from torch import nn"})
     title = title.replace("\\", "").replace('"', "'")  # it becomes part of a docstring
-    return Definition(_TEMPLATE.format(title=title, imports=head, body=body, name=name, call=call, **_norm(part)), text)
+    values = {"title": title, "imports": head, "body": body, "name": name, "call": call, "normalize": part.normalize}
+    return Definition(templating.render("definition.py.jinja", **values), text)
 
 
 def source_name(name: str) -> str:
     """The name of the module that holds the user's file."""
     return f"{name}_source"
-
-
-_TEMPLATE = '''"""{title}
-
-It takes images in [0, 1] and gives logits. Nothing but torch is needed.
-"""
-
-{imports}
-{body}
-
-class {name}(nn.Module):
-    """The whole model, normalisation included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = {call}
-{buffers}
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images in [0, 1]."""
-        return self.net({normalised})
-
-
-def load(path: str) -> {name}:
-    """The model with the weights of a checkpoint, ready to be attacked."""
-    model = {name}()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"], strict=True)
-    return model.eval()
-'''
-
-
-def _norm(part: Model) -> dict[str, str]:
-    if part.normalize is None:
-        return {"buffers": "", "normalised": "x"}
-    mean, std = part.normalize
-    buffers = "".join(
-        f'        self.register_buffer("{key}", torch.tensor({list(values)!r}).view(-1, 1, 1))\n'
-        for key, values in (("mean", mean), ("std", std))
-    )
-    return {"buffers": buffers, "normalised": "(x - self.mean) / self.std"}
 
 
 def _call(function: str, taken: Sequence[str], facts: Mapping[str, Any], options: Mapping[str, Any]) -> str:
