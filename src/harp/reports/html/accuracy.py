@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from harp.evaluation import score
 from harp.evaluation.score import Score
 from harp.experiments.records import Accuracy, Curve, Distances
-from harp.reports.html.blocks import Block, Figure, Fold, Section, Table, folded
+from harp.reports.html.blocks import Block, Figure, Fold, Section, Table, figure, folded, section
 from harp.reports.html.groups import NATURAL, Estimate, Points, Runs, Values, Variant, estimate, spread
 from harp.reports.html.groups import Key as Attack
 from harp.reports.plots import Chart, Level, Series
@@ -56,7 +56,7 @@ def _percentages(results: Sequence[Estimate | None]) -> tuple[Values, Values, Va
     )
 
 
-def results(runs: Runs) -> Section:
+def results(runs: Runs) -> Section | None:
     """Every accuracy of every run."""
     columns = ["run", "seed", "test", "before", "after", "95 % interval", "images"]
     rows = []
@@ -75,13 +75,12 @@ def results(runs: Runs) -> Section:
                 ]
                 for result in run.results
             ]
-    measures = sorted({result.measure for run in runs.all for result in run.results})
-    means = "Intervals are 95 % intervals over the test images."
-    if any(len(variant.runs) > 1 for variant in runs.variants):
-        means = "For several seeds: their mean and its 95 % interval (Student's t)."
-    lead = f"{' and '.join(measures).capitalize()} on the test set, without an attack and under attack. {means}"
-    table = Fold("Every number of every run", [Table(columns, rows)])
-    return Section("results", "Accuracy", lead, [_overview(runs), table])
+    measures = " and ".join(sorted({result.measure for run in runs.all for result in run.results})).capitalize()
+    intervals = "Intervals are 95 % intervals over the test images."
+    if runs.seeds:
+        intervals = "For several seeds: their mean and its 95 % interval (Student's t)."
+    blocks = [_overview(runs), Fold("Every number of every run", [Table(columns, rows)])]
+    return section("results", blocks, measures=measures, intervals=intervals)
 
 
 def _overview(runs: Runs) -> Figure:
@@ -105,17 +104,8 @@ def _overview(runs: Runs) -> Figure:
         )
     ]
     chart = Chart("", "accuracy (%)", "", series, [label for label, _ in networks], "marks", unit=" %", whole=True)
-    return Figure(
-        "Accuracy of every network",
-        "One row per network, one mark per test; the bar through a mark is its 95 % interval. This test can't "
-        "distinguish networks whose bars overlap widely.",
-        [chart],
-        Table(
-            ["network", "seeds", what, *map(attack_text, tests)],
-            rows,
-            note="Accuracies in per cent, ± half the 95 % interval.",
-        ),
-    )
+    note = "Accuracies in per cent, ± half the 95 % interval."
+    return figure("overview", [chart], Table(["network", "seeds", what, *map(attack_text, tests)], rows, note=note))
 
 
 def _kept(runs: Runs, variant: Variant) -> str:
@@ -133,13 +123,9 @@ def _dense_level(pruned: Sequence[Variant], key: Attack) -> Estimate | None:
 
 def sparsity(runs: Runs) -> Section | None:
     """Accuracy over what is kept, one line per method, one figure for each thing that budgets count."""
-    if len(runs.pruned) < 2:
-        return None
-    figures = [_sparsity(runs, unit) for unit in runs.units]
-    lead = "What the methods lose as the budget gets small."
-    if len(figures) > 1:
-        lead += f" Shares of {', '.join(runs.units)} are not the same thing: each has its own figure."
-    return Section("sparsity", "Accuracy over sparsity", lead, figures)
+    figures = [_sparsity(runs, unit) for unit in runs.units] if len(runs.pruned) > 1 else []
+    units = f" Shares of {', '.join(runs.units)} are not the same thing: each has its own figure."
+    return section("sparsity", figures, units=units if len(figures) > 1 else "")
 
 
 def _sparsity(runs: Runs, unit: str) -> Figure:
@@ -176,14 +162,8 @@ def _sparsity(runs: Runs, unit: str) -> Figure:
         for variant in pruned
     ]
     columns = ["method", "kept", "seeds", *(text for key in keys for text in (attack_text(key), "change"))]
-    return Figure(
-        "Accuracy over sparsity" if unit == "weights" else f"Accuracy over {unit}",
-        f"The smaller the share of {unit} that is kept, the further to the right. The dashed line is the dense network "
-        "before pruning, its band the 95 % interval. Methods at one budget are drawn side by side, so that their bars "
-        "do not hide each other.",
-        charts,
-        Table(columns, rows, note="Change: against the dense network, in percentage points."),
-    )
+    table = Table(columns, rows, note="Change: against the dense network, in percentage points.")
+    return figure("sparsity", charts, table, what="sparsity" if unit == "weights" else unit, unit=unit)
 
 
 def _tested_under(runs: Runs, variants: Sequence[Variant]) -> Attack | None:
@@ -205,8 +185,7 @@ def curves(runs: Runs) -> Section | None:
     figures = [_curve_figure(runs, attack, norm) for attack, norm in kinds]
     kinds = dict.fromkeys((record.attack, record.norm) for run in runs.all for record in run.of(Distances))
     figures += [_distance_figure(runs, attack, norm) for attack, norm in kinds]
-    lead = "How accuracy falls as perturbations grow: one ε alone does not describe a network."
-    return Section("curves", "Security curves", lead, figures) if figures else None
+    return section("curves", figures)
 
 
 def _curve_figure(runs: Runs, attack: str, norm: str) -> Figure:
@@ -229,13 +208,8 @@ def _curve_figure(runs: Runs, attack: str, norm: str) -> Figure:
         for epsilon, value, low, high in curves[variant.label]
     ]
     chart = Chart("", f"ε, size of the perturbation ({norm})", "accuracy (%)", [], unit=" %", whole=True)
-    return Figure(
-        f"Security curve under {attack} ({norm})",
-        "Accuracy as the attacker may change the image more. A line should fall to zero in the end: if it stays up at "
-        "a large ε, the attack fails, and the network need not be robust.",
-        runs.charts(variants, points, chart),
-        Table(["network", "ε", "accuracy", "95 % interval"], rows),
-    )
+    table = Table(["network", "ε", "accuracy", "95 % interval"], rows)
+    return figure("curve", runs.charts(variants, points, chart), table, attack=attack, norm=norm)
 
 
 def _curve(variant: Variant, attack: str, norm: str) -> list[tuple[float, float, float | None, float | None]]:
@@ -263,13 +237,10 @@ def _distance_figure(runs: Runs, attack: str, norm: str) -> Figure:
         if values
     ]
     chart = Chart("", f"distance ({norm})", "images not yet broken (%)", [], unit=" %", whole=True, marked=False)
-    return Figure(
-        f"How far images are from breaking ({attack}, {norm})",
-        "The smallest perturbation that was found to change the answer to an image; the line is the share of images "
-        "that need a larger one. Images that are wrong from the start break at 0.",
-        runs.charts([v for v in runs.variants if pooled[v.label]], lambda v: _survival(pooled[v.label]), chart),
-        Table(["network", "images", "10 %", "25 %", "median", "75 %", "90 %"], rows, note="Quantiles of distance."),
-    )
+    tested = [variant for variant in runs.variants if pooled[variant.label]]
+    charts = runs.charts(tested, lambda variant: _survival(pooled[variant.label]), chart)
+    table = Table(["network", "images", "10 %", "25 %", "median", "75 %", "90 %"], rows, note="Quantiles of distance.")
+    return figure("distances", charts, table, attack=attack, norm=norm)
 
 
 def _survival(values: Sequence[float]) -> Points:
@@ -303,29 +274,27 @@ def classes(runs: Runs) -> Section | None:
         low, high = ([100 * end for end in side] for side in zip(*ends, strict=True))
         values = [100 * right / total if total else None for right, total in found]
         series.append(Series(attack_text(test), number, range(len(names)), values, low, high))
-    worst = _worst(shares)
-    figure = Figure(
-        f"Accuracy by class: {lead.label}",
-        f"The worst class is {names[worst]!r} with {_share(shares[worst])} ({attack_text(key)}). Thin lines on the "
-        "bars are 95 % intervals. Pruning often costs single classes much more than the mean.",
-        [Chart("", "accuracy (%)", "", series, names, "bars", unit=" %", whole=True)],
-        Table(
-            ["class", *map(attack_text, tests), "images"],
-            [
-                [name, *(_share(found[row]) for found in tests.values()), f"{shares[row][1]:,}"]
-                for row, name in enumerate(names)
-            ],
-        ),
+    table = Table(
+        ["class", *map(attack_text, tests), "images"],
+        [
+            [name, *(_share(found[row]) for found in tests.values()), f"{shares[row][1]:,}"]
+            for row, name in enumerate(names)
+        ],
     )
+    chart = Chart("", "accuracy (%)", "", series, names, "bars", unit=" %", whole=True)
+    worst = _worst(shares)
+    facts = {"worst": names[worst], "share": _share(shares[worst]), "attack": attack_text(key)}
+    blocks: list[Block] = [figure("classes", [chart], table, network=lead.label, **facts)]
     rows = []
     for variant, found in counts:
-        number, all_right, all_images = _worst(found), sum(right for right, _ in found), sum(n for _, n in found)
+        worst, right, images = _worst(found), sum(right for right, _ in found), sum(total for _, total in found)
         best = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else -1.0)
-        cells = (_share(found[number]), _share(best), _share((all_right, all_images)))
-        rows.append([variant.label, runs.class_name(variant.runs[0], number), *cells])
+        cells = (_share(found[worst]), _share(best), _share((right, images)))
+        rows.append([variant.label, runs.class_name(variant.runs[0], worst), *cells])
     columns = ["network", "worst class", "its accuracy", "the best class's", "all"]
-    blocks: list[Block] = [figure, *([Table(columns, rows, "The worst class everywhere")] if len(rows) > 1 else [])]
-    return Section("classes", "Classes", "Which classes are worse than the mean.", blocks)
+    if len(rows) > 1:
+        blocks.append(Table(columns, rows, "The worst class everywhere"))
+    return section("classes", blocks)
 
 
 def _by_class(variant: Variant, key: Attack) -> list[tuple[int, int]]:
@@ -354,11 +323,7 @@ def parts(runs: Runs) -> Section | None:
         for result in run.results
         if result.parts
     ]
-    lead = (
-        "The attacks of an ensemble one after the other: each one gets only the images that the earlier ones left. "
-        "If late attacks still fool many images, the early ones, and PGD alone, are too weak for this network."
-    )
-    return Section("parts", "Attack by attack", lead, folded(tables, "networks")) if tables else None
+    return section("parts", folded(tables, "networks"))
 
 
 def _parts(network: str, result: Accuracy) -> Table:

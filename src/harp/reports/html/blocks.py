@@ -2,11 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
+from harp.experiments.records import Finding
+from harp.reports import templating
 from harp.reports.plots import Chart
+
+
+@cache
+def _all_words() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((templating.FOLDER / "report_words.yaml").read_text("utf-8"))
+    return content
+
+
+def words(kind: str, name: str, **values: object) -> tuple[str, str]:
+    """Title and lead of a section, or title and caption of a figure, filled with values."""
+    title, text = _all_words()[kind][name]
+    return title.format(**values), text.format(**values)
 
 
 class Block:
@@ -53,21 +70,24 @@ class Code(Block):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A check, its verdict, what was found and why the check is made."""
-
-    check: str
-    verdict: str
-    text: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
 class Verdicts(Block):
     """The checks of a network."""
 
     title: str
-    items: Sequence[Verdict]
+    findings: Sequence[Finding]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Check, verdict, finding, and why the check is made if it is known by name."""
+        return [
+            {
+                "check": one.check,
+                "verdict": one.verdict,
+                "text": one.text,
+                "why": _all_words()["checks"].get(one.check, ""),
+            }
+            for one in self.findings
+        ]
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,11 @@ class Fold(Block):
     blocks: Sequence[Block]
 
 
+def figure(name: str, charts: Sequence[Chart], table: Table, **values: object) -> Figure:
+    """A figure with the words of its name."""
+    return Figure(*words("figures", name, **values), charts, table)
+
+
 def folded(blocks: Sequence[Table | Figure | Verdicts | Gallery], what: str) -> list[Block]:
     """The first block as it is; the others behind one fold, each behind its title."""
     others = [Fold(block.title, [block]) for block in blocks[1:]]
@@ -113,6 +138,11 @@ class Section:
     title: str
     lead: str
     blocks: Sequence[Block]
+
+
+def section(anchor: str, blocks: Sequence[Block], **values: object) -> Section | None:
+    """A chapter with the words of its anchor; None if it has no content."""
+    return Section(anchor, *words("sections", anchor, **values), blocks) if blocks else None
 
 
 @dataclass(frozen=True)

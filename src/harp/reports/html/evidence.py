@@ -4,7 +4,19 @@ import numpy as np
 
 from harp.experiments.records import Checks, Corruptions, Deployed, Example, Examples, Flips, Trial
 from harp.reports.html.accuracy import attack_text, epsilon_text, interval_text, per_cent, points_text
-from harp.reports.html.blocks import Attacked, Block, Figure, Fold, Gallery, Section, Table, Verdict, Verdicts, folded
+from harp.reports.html.blocks import (
+    Attacked,
+    Block,
+    Fold,
+    Gallery,
+    Section,
+    Table,
+    Verdicts,
+    figure,
+    folded,
+    section,
+    words,
+)
 from harp.reports.html.collect import Run, pixels
 from harp.reports.html.groups import Points, Runs, Variant
 from harp.reports.plots import Chart
@@ -14,29 +26,6 @@ _FLIPS = 24  # shown of a network
 _IMAGES = 12  # shown of a network
 _BYTES = 600_000  # of all images together
 
-# Why a check is made, for those that are known by name; the text of a finding is shown for all.
-_WHY = {
-    "prunable": "Only weights of layers that are found can be pruned and counted.",
-    "inputs": "Epsilon is a share of the range from 0 to 1: on images of another range it means something else.",
-    "normalisation": "Outside the model, a normalisation changes what epsilon means.",
-    "logits": "Attacks follow the gradient of a loss of logits; after a softmax it vanishes.",
-    "determinism": "If every step meets other random numbers, an attack fails for that reason alone.",
-    "state": "If the answer depends on more than the image, an attack has no fixed target.",
-    "accuracy": "An image that is misclassified already can't be attacked.",
-    "gradients": "If the gradient is zero, an attack by gradients fails, and the network only looks robust.",
-    "preprocessing": "Steps without a gradient (rounding, compression) hide the direction from the attack.",
-    "ascent": "Following the gradient must make the loss larger, or the gradient is useless.",
-    "vanishing": "Gradients of a very confident network are lost in rounding; another loss still finds them.",
-    "steps": "If late steps still break images, the attack had too few steps.",
-    "noise": "Random noise of the same size must be weaker than an attack.",
-    "budget": "With almost unlimited perturbations every network breaks: one that does not hides its gradient.",
-    "epsilon": "A larger ε contains the smaller one: accuracy must not rise with it.",
-    "order": "A stronger attack must not leave more images right than a weaker one.",
-    "black box": "An attack that sees no gradients must not do better than one that does.",
-    "transfer": "Images made for another network must not be stronger than those made for this one.",
-    "re-evaluation": "What is counted during an attack must be found again afterwards, or the answers are random.",
-}
-_FILE_WHY = "Users get the file: if it is not the network that was measured, its numbers differ."
 _HOW = {
     "images": "the images as they are",
     "replayed": "found on the twin, replayed",
@@ -66,8 +55,7 @@ def flips(runs: Runs) -> Section | None:
     blocks: list[Block] = [Table(columns, rows, "Before and after, image by image", note)]
     if tables:
         blocks.append(Fold("Images whose answer changed", folded(tables, "networks")))
-    lead = "Two networks of the same accuracy can be right on different images: users notice the answers that are lost."
-    return Section("flips", "Flipped answers", lead, blocks)
+    return section("flips", blocks)
 
 
 def corruptions(runs: Runs) -> Section | None:
@@ -92,18 +80,14 @@ def corruptions(runs: Runs) -> Section | None:
         for name in names
     ]
     chart = Chart("", "accuracy, mean of the severities (%)", "", [], names, "marks", unit=" %", whole=True)
-    figure = Figure(
-        "Accuracy under corruptions",
-        "One row per corruption. Robustness against an attacker does not imply robustness against noise, blur or "
-        "weather, and pruning can change one without the other.",
-        runs.charts(variants, points, chart),
-        Table(["network", "corruption", *(f"severity {severity}" for severity in severities)], rows),
-    )
+    table = Table(["network", "corruption", *(f"severity {severity}" for severity in severities)], rows)
     known = [(variant.label, [mean for mean in means(variant) if mean is not None]) for variant in variants]
     overall = [[label, per_cent(sum(values) / len(values))] for label, values in known]
-    table = Table(["network", "accuracy"], overall, "Mean over all corruptions")
-    lead = "Accuracy under noise, blur and weather, without an attacker."
-    return Section("corruptions", "Corruptions", lead, [figure, table])
+    blocks = [
+        figure("corruptions", runs.charts(variants, points, chart), table),
+        Table(["network", "accuracy"], overall, "Mean over all corruptions"),
+    ]
+    return section("corruptions", blocks)
 
 
 def _corrupted(variant: Variant) -> dict[tuple[str, int], float]:
@@ -130,15 +114,10 @@ def examples(runs: Runs) -> Section | None:
             items.append(shown)
         if items:
             epsilon = f", ε {epsilon_text(record.epsilon)}" if record.epsilon is not None else ""
-            caption = (
-                "Left the image, in the middle the change by the attack (amplified; grey is no change), right the "
-                "attacked image. Below: the answers of the network before and after."
-            )
-            galleries.append(Gallery(f"{variant.label}, seed {run.seed}: {record.attack}{epsilon}", caption, items))
-    lead = "What ε means to the eye: the images as the network sees them."
-    if skipped:
-        lead += f" {skipped} more were left out to keep the file small."
-    return Section("examples", "Attacked images", lead, folded(galleries, "networks")) if galleries else None
+            values = {"network": variant.label, "seed": run.seed, "attack": f"{record.attack}{epsilon}"}
+            galleries.append(Gallery(*words("figures", "gallery", **values), items))
+    more = f" {skipped} more were left out to keep the file small." if skipped else ""
+    return section("examples", folded(galleries, "networks"), skipped=more)
 
 
 def _attacked(runs: Runs, run: Run, record: Examples, one: Example) -> Attacked:
@@ -156,15 +135,10 @@ def checks(runs: Runs) -> Section | None:
     """Checks for false robustness, and why each one is made."""
     lists: list[Verdicts] = []
     for variant, run, record in runs.records(Checks):
-        items = [Verdict(one.check, one.verdict, one.text, _WHY.get(one.check, "")) for one in record.findings]
-        verdicts = {item.verdict for item in items}
+        verdicts = {finding.verdict for finding in record.findings}
         state = "failed" if "bad" in verdicts else "look at it" if "look" in verdicts else "all good"
-        lists.append(Verdicts(f"{variant.label}, seed {run.seed}: {state}", items))
-    lead = (
-        "A high accuracy under attack can mean a robust network or an attack that failed. These checks look for the "
-        "second; they can't prove the first."
-    )
-    return Section("checks", "Is the robustness real?", lead, folded(lists, "networks")) if lists else None
+        lists.append(Verdicts(f"{variant.label}, seed {run.seed}: {state}", record.findings))
+    return section("checks", folded(lists, "networks"))
 
 
 def deployment(runs: Runs) -> Section | None:
@@ -183,23 +157,9 @@ def deployment(runs: Runs) -> Section | None:
         "Worst case: an image counts if neither what was found on the twin nor queries to the file fool it; in torch, "
         "without the queries. Change: as deployed against torch, in percentage points."
     )
-    verdicts = [
-        Verdicts(
-            f"{label}: {record.artefact.file}",
-            [
-                Verdict(one.check, one.verdict, one.text, _FILE_WHY if one.check == "agreement" else "")
-                for one in record.checks
-            ],
-        )
-        for label, record in found
-        if record.checks
-    ]
-    lead = (
-        "The networks as files, attacked as they are. Attacks that need gradients are made on a twin in torch and "
-        "replayed on the file; attacks by queries ask the file itself."
-    )
     tables = [Table(columns, rows, "In torch and as deployed", note), _files(found)]
-    return Section("deployed", "As deployed", lead, [*tables, *folded(verdicts, "files")])
+    verdicts = [Verdicts(f"{label}: {record.artefact.file}", record.checks) for label, record in found if record.checks]
+    return section("deployed", [*tables, *folded(verdicts, "files")])
 
 
 def _cells(test: Trial) -> list[str]:

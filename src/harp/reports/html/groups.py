@@ -138,6 +138,11 @@ class Runs:
         return [variant for variant in self.variants if not variant.dense]
 
     @property
+    def seeds(self) -> bool:
+        """Whether some variant was run with several seeds."""
+        return any(len(variant.runs) > 1 for variant in self.variants)
+
+    @property
     def units(self) -> list[str]:
         """What the budgets count: shares of different things are not compared."""
         return list(dict.fromkeys(variant.unit for variant in self.pruned or self.variants))

@@ -8,7 +8,7 @@ from typing import Any
 from harp.experiments.records import StageFile
 from harp.pruning import masks
 from harp.reports.html.accuracy import per_cent
-from harp.reports.html.blocks import Block, Figure, Section, Table, folded
+from harp.reports.html.blocks import Block, Figure, Section, Table, figure, folded, section
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import Runs, Variant
 from harp.reports.plots import Chart, Series
@@ -20,107 +20,69 @@ _EPOCHS = 120  # rows of a table of epochs; the data file has all
 _BEFORE = 13  # the style of the network before pruning, which few comparisons use otherwise
 _BINS, _FEW_BINS, _MANY = 32, 16, 200  # bins of a histogram, fewer if there are not many weights
 
-# By what was pruned: the title of the column of layers; then title, caption and axis of the figures of shares and of
-# numbers.
-_LAYER_FIGURES = {
-    "weights": (
-        "layer",
-        (
-            "Compression rate per layer",
-            "From the input (top) to the output (bottom): the share of its weights that a layer keeps.",
-            "weights kept of each layer (%, log scale)",
-        ),
-        (
-            "Preserved weights per layer",
-            "The same as numbers of weights: what is left of large layers can still be most of the network.",
-            "weights kept in each layer (log scale)",
-        ),
-    ),
-    "channels": (
-        "read by",
-        (
-            "Channels kept",
-            "From the input (top) to the output (bottom): the share of the channels that is kept.",
-            "channels kept, by the layer that reads them (%)",
-        ),
-        (
-            "Widths",
-            "The same as numbers of channels: the widths of the smaller network, beside those of the whole one.",
-            "width, by the layer that reads it (log scale)",
-        ),
-    ),
-}
 
-
-def layers(runs: Runs) -> Section:
+def layers(runs: Runs) -> Section | None:
     """The share and the number of weights or channels that every layer keeps, and how many multiplications are left."""
     shapes: dict[tuple[str, ...], list[Variant]] = {}
     for variant in runs.pruned or runs.variants:
         names = [layer.name for layer in variant.runs[0].summary.layers]
         shapes.setdefault((variant.kind, *names), []).append(variant)
-    figures: list[Figure] = []
+    figures = []
     for (kind, *names), variants in shapes.items():
-        row, (title, caption, axis), (title_2, caption_2, axis_2) = _LAYER_FIGURES[kind]
+        channels = kind == "channels"
         sizes = [float(layer.size) for layer in variants[0].runs[0].summary.layers]
-        of_all = _Before(row, kind, sizes)
-        figures.append(_layer_figure(runs, variants, names, _rates, of_all, title, caption, axis))
-        of_all = _Before(row, kind, sizes, drawn=kind == "channels")
-        figures.append(_layer_figure(runs, variants, names, _numbers, of_all, title_2, caption_2, axis_2))
-    figures += _multiplications(runs)
-    kinds = {kind for kind, *_ in shapes}
-    lead = "A strategy is how a budget is spread over the layers."
-    if kinds != {"channels"}:
-        lead += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
-    if "channels" in kinds:
-        lead += (
-            " Channels that the same weights write and read are one row, named after the first weight that reads them."
+        first = ("read by" if channels else "layer", kind, sizes)
+        axis = (
+            "channels kept, by the layer that reads them (%)"
+            if channels
+            else "weights kept of each layer (%, log scale)"
         )
-    return Section("layers", "Layers", lead, figures)
-
-
-@dataclass(frozen=True)
-class _Before:
-    """The column of the network before pruning: titles of the first two columns, and its numbers."""
-
-    row: str
-    column: str
-    values: list[float]
-    drawn: bool = False
-    total: bool = False
+        figures.append(_layer_figure(runs, f"{kind} rates", axis, variants, names, _rates, first))
+        axis = f"{'width, by the layer that reads it' if channels else 'weights kept in each layer'} (log scale)"
+        figures.append(_layer_figure(runs, f"{kind} numbers", axis, variants, names, _numbers, first, before=channels))
+    kinds = {kind for kind, *_ in shapes}
+    more = ""
+    if kinds != {"channels"}:
+        more += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
+    if "channels" in kinds:
+        more += " Channels that the same weights write and read are one row, named after the first that reads them."
+    return section("layers", [*figures, *_multiplications(runs)], kinds=more)
 
 
 def _layer_figure(
     runs: Runs,
+    name: str,
+    axis: str,
     variants: Sequence[Variant],
     names: Sequence[str],
     values: Callable[[Variant], list[float]],
-    before: _Before,
-    title: str,
-    caption: str,
-    axis: str,
+    first: tuple[str, str, list[float]],
+    before: bool = False,
+    **more: str,
 ) -> Figure:
-    """A row per layer, a line per network."""
-    short = [name.removesuffix(".weight") for name in names]
-    unit = " %" if values is _rates else ""
-    first = [Series("before pruning", _BEFORE, range(len(names)), before.values)] if before.drawn else []
-    chart = Chart("", axis, "", first, short, unit=unit, log="log scale" in axis, whole="log scale" not in axis)
+    """A row per layer, a line per network.
 
-    def text(value: float) -> str:
-        return f"{value:.3g} %" if unit else f"{value:,.0f}"
-
+    `first` is the first two columns of the table: their titles and the numbers of the network before pruning, which
+    are drawn too if `before`.
+    """
+    short, (row_title, column_title, sizes) = [name.removesuffix(".weight") for name in names], first
+    unit, log = " %" if values is _rates else "", "log scale" in axis
+    drawn = [Series("before pruning", _BEFORE, range(len(names)), sizes)] if before else []
+    chart = Chart("", axis, "", drawn, short, unit=unit, log=log, whole=not log)
     columns = [values(variant) for variant in variants]
     rows = [
-        [name, f"{before.values[row]:,.0f}", *(text(column[row]) for column in columns)]
-        for row, name in enumerate(short)
+        [layer, f"{sizes[row]:,.0f}", *(f"{c[row]:.3g} %" if unit else f"{c[row]:,.0f}" for c in columns)]
+        for row, layer in enumerate(short)
     ]
-    if before.total:
-        rows.append(["all layers", *(f"{sum(column):,.0f}" for column in (before.values, *columns))])
-    seeds = "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
-    return Figure(
-        title,
-        caption + (" A layer that keeps nothing has no mark." if any(0 in column for column in columns) else ""),
+    if values is _macs:
+        rows.append(["all layers", *(f"{sum(column):,.0f}" for column in (sizes, *columns))])
+    note = "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
+    return figure(
+        name,
         runs.charts(variants, lambda variant: (range(len(names)), values(variant), (), ()), chart),
-        Table([before.row, before.column, *(variant.label for variant in variants)], rows, note=seeds),
+        Table([row_title, column_title, *(variant.label for variant in variants)], rows, note=note),
+        empty=" A layer that keeps nothing has no mark." if any(0 in column for column in columns) else "",
+        **more,
     )
 
 
@@ -151,24 +113,19 @@ def _multiplications(runs: Runs) -> list[Figure]:
     figures = []
     for layers, variants in alike.items():
         kinds = {variant.kind for variant in variants}
-        caption = "How often one image is multiplied by a weight of each layer, before and after pruning."
-        caption += " Only software that skips zeros saves those of pruned weights." * ("weights" in kinds)
-        caption += " Any software saves those of channels that were cut out." * ("channels" in kinds)
-        names, before = zip(*layers, strict=True)
-        of_all = _Before("layer", "before pruning", [float(macs) for macs in before], drawn=True, total=True)
-        title, axis = "Multiplications (MACs) per layer", "multiplications of one image (log scale)"
-        figures.append(_layer_figure(runs, variants, names, _macs, of_all, title, caption, axis))
+        saved = " Only software that skips zeros saves those of pruned weights." * ("weights" in kinds)
+        saved += " Any software saves those of channels that were cut out." * ("channels" in kinds)
+        names, first = [name for name, _ in layers], ("layer", "before pruning", [float(macs) for _, macs in layers])
+        axis = "multiplications of one image (log scale)"
+        figures.append(_layer_figure(runs, "macs", axis, variants, names, _macs, first, before=True, saved=saved))
     return figures
 
 
 def learning(runs: Runs) -> Section | None:
     """Accuracy, loss, budget loss and γ over the epochs of all stages."""
     figures = [_training(variant, variant.runs[0]) for variant in runs.led() if _epochs(variant.runs[0])]
-    if not figures:
-        return None
-    seeds = " Of several seeds the first is shown." if any(len(variant.runs) > 1 for variant in runs.variants) else ""
-    lead = f"Pre-training, pruning and fine-tuning, measured on held-out training images after every epoch.{seeds}"
-    return Section("learning", "Learning", lead, folded(figures, "networks"))
+    seeds = " Of several seeds the first is shown." if runs.seeds else ""
+    return section("learning", folded(figures, "networks"), seeds=seeds)
 
 
 def _epochs(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
@@ -211,12 +168,13 @@ def _training(variant: Variant, run: Run) -> Figure:
             unit = " %" if factor == 100 else ""
             charts.append(Chart("", "epoch", label, series, unit=unit, marked=start <= 30, stages=stages))
     known = {key for _, record in epochs for key in record}
-    caption = "Dotted vertical lines separate the stages; a ring marks the epoch whose network was kept."
+    losses = ""
     if "loss" in known:
-        caption += " The loss is that of the objective (under attack, L_rob)."
+        losses += " The loss is that of the objective (under attack, L_rob)."
     if "budget_loss" in known:
-        caption += " The budget loss is how far the learned rates are above the budget, relative to it."
-    return Figure(f"Training of {variant.label}, seed {run.seed}", caption, charts, _epoch_table(epochs))
+        losses += " The budget loss is how far the learned rates are above the budget, relative to it."
+    values = {"network": variant.label, "seed": run.seed, "losses": losses}
+    return figure("training", charts, _epoch_table(epochs), **values)
 
 
 def _number(value: object) -> float | None:
@@ -279,9 +237,7 @@ def histograms(run: Run) -> list[Histogram]:
 def weights(runs: Runs, measured: Mapping[str, Sequence[Histogram]]) -> Section | None:
     """The distribution of the kept weights, layer by layer; `measured` is by the label of the variant."""
     figures = [_weights(variant, measured[variant.label]) for variant in runs.led() if measured.get(variant.label)]
-    seeds = " (the first seed)" if any(len(variant.runs) > 1 for variant in runs.variants) else ""
-    lead = f"What the weights that are left look like{seeds}."
-    return Section("weights", "Weights", lead, folded(figures, "networks")) if figures else None
+    return section("weights", folded(figures, "networks"), seeds=" (the first seed)" if runs.seeds else "")
 
 
 def _weights(variant: Variant, measured: Sequence[Histogram]) -> Figure:
@@ -292,16 +248,12 @@ def _weights(variant: Variant, measured: Sequence[Histogram]) -> Figure:
         series.append(Series(f"{one.layer}: {one.kept:,} weights up to ±{one.high:.3g}", 1, centres, one.counts))
     names = [one.layer.removesuffix(".weight") for one in measured]
     rows = [[one.layer, f"{one.kept:,}", f"{one.high:.3g}", f"{one.deviation:.3g}"] for one in measured]
-    return Figure(
-        f"Kept weights of {variant.label}",
-        "Histograms of the weights that are kept, one row per layer, from minus to plus its largest weight. A gap "
-        "at zero means that small weights were removed.",
-        [Chart("", "weight, relative to the largest of its layer", "", series, names, "histograms")],
-        Table(["layer", "kept", "largest", "standard deviation"], rows),
-    )
+    chart = Chart("", "weight, relative to the largest of its layer", "", series, names, "histograms")
+    table = Table(["layer", "kept", "largest", "standard deviation"], rows)
+    return figure("weights", [chart], table, network=variant.label)
 
 
-def cost(runs: Runs) -> Section:
+def cost(runs: Runs) -> Section | None:
     """Operations, parameters, size; epochs, time and energy."""
     blocks: list[Block] = [_times(runs)]
     costs = [(v, next((run.summary.cost for run in v.runs if run.summary.cost), None)) for v in runs.led()]
@@ -327,7 +279,7 @@ def cost(runs: Runs) -> Section:
         if "channels" in kinds:
             note += " Pruned channels are cut out: tensors are smaller, and any software saves time."
         blocks.insert(0, Table(columns, rows, "Operations, parameters, size", note))
-    return Section("cost", "Cost", "What the network costs to run and to store, and what making it took.", blocks)
+    return section("cost", blocks)
 
 
 def _pair(whole: int | None, part: int | None, text: Callable[[int], str]) -> list[str]:

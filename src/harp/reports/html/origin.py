@@ -6,7 +6,7 @@ import yaml
 
 from harp.experiments.records import Checks, Corruptions, Curve, Distances
 from harp.reports.html.accuracy import attack_text, per_cent
-from harp.reports.html.blocks import Block, Code, Fold, Section, Table
+from harp.reports.html.blocks import Block, Code, Fold, Section, Table, section
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import NATURAL, Runs, Variant
 
@@ -145,7 +145,7 @@ def _counts(runs: Runs, part: str, key: str) -> list[str]:
     return [f"{count:,}" for count in sorted({count for count in counts if isinstance(count, int)})]
 
 
-def origin(runs: Runs) -> Section:
+def origin(runs: Runs) -> Section | None:
     """Recipes, seeds, versions and data."""
     rows, folds = [], []
     for variant in runs.variants:
@@ -162,8 +162,7 @@ def origin(runs: Runs) -> Section:
         folds.append(Fold(f"Recipe of {_title(variant)}", [Code(recipe)]))
     columns = ["network", "seed", "run", "recipe", "data", "source", "versions"]
     blocks: list[Block] = [Table(columns, rows, plain=True), *folds]
-    lead = "The same recipe, seed, data and versions give the same numbers again: `harp run recipe.yaml`."
-    return Section("origin", "Where the numbers come from", lead, blocks)
+    return section("origin", blocks)
 
 
 def _title(variant: Variant) -> str:

@@ -118,7 +118,7 @@ def _tables(block: Block) -> list[dict[str, Any]]:
         case Figure():
             return [{**table, "title": block.title} for table in _tables(block.table)]
         case Verdicts():
-            return [{"title": block.title, "findings": [asdict(item) for item in block.items]}]
+            return [{"title": block.title, "findings": block.rows}]
         case Fold():
             return [table for inner in block.blocks for table in _tables(inner)]
         case _:
