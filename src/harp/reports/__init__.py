@@ -1,9 +1,3 @@
 """Pages, cards, plots, tables, and files for leaderboards."""
 
-__all__ = [
-    "card",
-    "html",
-    "leaderboards",
-    "plots",
-    "tables",
-]
+__all__ = ["card", "html", "leaderboards", "plots", "tables"]

@@ -16,18 +16,7 @@ from numpy.typing import NDArray
 
 from harp.errors import RecipeError
 from harp.experiments import run_folder
-from harp.experiments.records import (
-    KINDS,
-    Accuracy,
-    Budget,
-    Deployed,
-    Examples,
-    Flips,
-    Record,
-    StageFile,
-    Summary,
-    Trial,
-)
+from harp.experiments.records import KINDS, Accuracy, Deployed, Examples, Flips, Record, StageFile, Summary, Trial
 
 _IGNORED = {"radius"}  # the single points of a curve, which has them all
 _IMAGES = ("image", "attacked")  # keys of base64 text, which may look like a path
@@ -46,53 +35,18 @@ class Run:
     stages: dict[str, StageFile | None]  # by the names of their folders, which are the same for stages that runs share
     found: list[Record]  # by the evaluation
     unknown: list[str]  # files of the evaluation that this version can't show
-
-    @property
-    def name(self) -> str:
-        """The name of the recipe."""
-        return self.summary.name
-
-    @property
-    def seed(self) -> int:
-        """The seed."""
-        value = self.recipe.get("seed", 0)
-        return value if isinstance(value, int) else 0
-
-    @property
-    def size(self) -> int:
-        """What the budget counts, of the whole network."""
-        return self.budget.size
-
-    @property
-    def kept(self) -> int:
-        """What the budget counts, of the pruned network."""
-        return self.budget.kept
-
-    @property
-    def budget(self) -> Budget:
-        """The budget; a run that does not state it counts weights."""
-        layers = self.summary.layers
-        size, kept = sum(layer.size for layer in layers), sum(layer.kept for layer in layers)
-        return self.summary.budget or Budget(size=size, kept=kept)
-
-    @property
-    def kind(self) -> str:
-        """What was pruned: weights or channels."""
-        return self.budget.kind
-
-    @property
-    def unit(self) -> str:
-        """What the budget counts, in words that distinguish channels from weights."""
-        both = self.kind == "channels" and self.budget.unit == "MACs"
-        return f"{self.budget.unit} (channels)" if both else self.budget.unit
+    seed: int
+    data: str  # the name of the data set
+    kind: str  # what was pruned: weights or channels
+    unit: str  # what the budget counts, in words that distinguish channels from weights
+    size: int  # what the budget counts, of the whole network
+    kept: int  # and of the pruned one
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """The records of a kind; if the same was measured several times, that on most images, or the last."""
         records = [record for record in self.found if isinstance(record, kind)]
-        return _on_most_images(
-            records,
-            lambda record: tuple(str(getattr(record, key, "")) for key in ("name", "attack", "norm", "epsilon")),
-        )
+        keys = ("name", "attack", "norm", "epsilon")
+        return _on_most_images(records, lambda record: tuple(str(getattr(record, key, "")) for key in keys))
 
     @property
     def results(self) -> list[Accuracy]:
@@ -118,12 +72,6 @@ class Run:
                     tests[new.key] = test
             merged.append(last.model_copy(update={"tests": list(tests.values())}))
         return merged
-
-    @property
-    def data(self) -> str:
-        """The name of the data set."""
-        part = self.recipe.get("data")
-        return str(part.get("name", "")) if isinstance(part, dict) else str(part or "")
 
     @property
     def classes(self) -> list[str]:
@@ -162,8 +110,23 @@ def _read_run(folder: Path) -> Run:
         stage.folder.name: None if stage.facts is None else StageFile.model_validate(without_paths(stage.facts))
         for stage in run.stages
     }
-    summary = Summary.model_validate(without_paths(run.summary))
-    return Run(folder.resolve(), without_paths(run.content), summary, stages, found, unknown)
+    recipe, summary = without_paths(run.content), Summary.model_validate(without_paths(run.summary))
+    seed, data, budget = recipe.get("seed", 0), recipe.get("data"), run_folder.budget_of(run.summary)
+    kind, unit = budget["kind"], budget["unit"]
+    return Run(
+        folder.resolve(),
+        recipe,
+        summary,
+        stages,
+        found,
+        unknown,
+        seed=seed if isinstance(seed, int) else 0,
+        data=str(data.get("name", "") if isinstance(data, dict) else data or ""),
+        kind=kind,
+        unit=f"{unit} (channels)" if kind == "channels" and unit == "MACs" else unit,
+        size=budget["size"],
+        kept=budget["kept"],
+    )
 
 
 def without_paths(value: Any) -> Any:

@@ -33,7 +33,7 @@ def compose(runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> Report
     ]
     single, lead = len(runs.all) == 1, runs.lead
     return Report(
-        title=runs.all[0].name if single else _common_name(runs),
+        title=runs.all[0].summary.name if single else _common_name(runs),
         subtitle=_subtitle(runs),
         headline=_headline(runs, lead),
         tiles=_tiles(runs, lead),
@@ -51,7 +51,7 @@ def _count(number: int, what: str) -> str:
 
 def _common_name(runs: Runs) -> str:
     """The words that all names of recipes begin with."""
-    names = [run.name.split("-") for run in runs.all]
+    names = [run.summary.name.split("-") for run in runs.all]
     same = [
         words[0]
         for number, words in enumerate(zip(*names, strict=False))

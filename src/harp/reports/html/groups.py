@@ -52,6 +52,11 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, mean - half), min(1.0, mean + half)
 
 
+def share_text(share: float) -> str:
+    """A share in per cent, with as many digits as it needs."""
+    return f"{100 * share:.3g} %"
+
+
 @dataclass(frozen=True)
 class Variant:
     """Runs that differ only in the seed."""
@@ -59,44 +64,17 @@ class Variant:
     method: str
     style: int  # of the method, in charts
     runs: Sequence[Run]
-
-    @property
-    def share(self) -> float:
-        """The share that is kept of what the budget counts."""
-        return sum(run.kept for run in self.runs) / sum(run.size for run in self.runs)
+    kind: str  # what was pruned: weights or channels
+    unit: str  # what the budget counts
+    share: float  # that is kept of it
+    asked: float  # the share that the recipe asks for, or else the result: channels seldom meet a budget exactly
+    budget: str  # the asked share in words
+    label: str  # method and budget in short
 
     @property
     def dense(self) -> bool:
         """Whether nothing was pruned."""
-        return all(run.kept == run.size for run in self.runs)
-
-    @property
-    def kind(self) -> str:
-        """What was pruned: weights or channels."""
-        return self.runs[0].kind
-
-    @property
-    def unit(self) -> str:
-        """What the budget counts."""
-        return self.runs[0].unit
-
-    @property
-    def asked(self) -> float:
-        """The share that the recipe asks for, or else the result: channels seldom meet a budget exactly."""
-        return _asked(self.runs[0])
-
-    @property
-    def budget(self) -> str:
-        """The asked share in words."""
-        share = share_text(self.asked)
-        return share if self.unit == "weights" else f"{share} of the {self.unit}"
-
-    @property
-    def label(self) -> str:
-        """Method and budget, in short."""
-        if self.dense:
-            return self.method
-        return f"{self.method}, {share_text(self.asked)}{'' if self.unit == 'weights' else f' {self.unit}'}"
+        return self.share == 1
 
     @property
     def seeds(self) -> str:
@@ -112,30 +90,17 @@ class Variant:
         return estimate([result for run in self.runs for result in run.summary.dense if result.key == key])
 
 
-def share_text(share: float) -> str:
-    """A share in per cent, with as many digits as it needs."""
-    return f"{100 * share:.3g} %"
-
-
 @dataclass(frozen=True)
 class Runs:
     """All runs of a report, in order."""
 
     all: Sequence[Run]
     variants: Sequence[Variant]
+    pruned: Sequence[Variant]
+    methods: Sequence[str]  # that prune, in the order of their styles
+    units: Sequence[str]  # what the budgets count: shares of different things are not compared
     attacks: Sequence[Key]  # that some run was tested under
     robust: Key | None  # the attack that runs are compared by
-
-    @property
-    def methods(self) -> list[str]:
-        """The names of the methods that prune, in the order of their styles."""
-        styles = {variant.method: variant.style for variant in self.pruned}
-        return sorted(styles, key=lambda method: styles[method])
-
-    @property
-    def pruned(self) -> list[Variant]:
-        """The variants that pruned something."""
-        return [variant for variant in self.variants if not variant.dense]
 
     @property
     def seeds(self) -> bool:
@@ -143,27 +108,18 @@ class Runs:
         return any(len(variant.runs) > 1 for variant in self.variants)
 
     @property
-    def units(self) -> list[str]:
-        """What the budgets count: shares of different things are not compared."""
-        return list(dict.fromkeys(variant.unit for variant in self.pruned or self.variants))
-
-    @property
     def lead(self) -> Variant:
         """The variant to show first: at the smallest budget, the best under attack (or without one).
 
         If budgets count different things, it is one of those that most networks count.
         """
-        variants = self.pruned or list(self.variants)
+        variants = self.pruned or self.variants
         counted = [variant.unit for variant in variants]
         same = [variant for variant in variants if variant.unit == max(self.units, key=counted.count)]
         smallest = min(round(variant.asked, 4) for variant in same)
-        key = self.robust or NATURAL
-
-        def accuracy(variant: Variant) -> float:
-            result = variant.after(key)
-            return -1.0 if result is None else result.value
-
-        return max((variant for variant in same if round(variant.asked, 4) == smallest), key=accuracy)
+        results = [(variant, variant.after(self.robust or NATURAL)) for variant in same]
+        smallest_first = [(v, result) for v, result in results if round(v.asked, 4) == smallest]
+        return max(smallest_first, key=lambda pair: -1.0 if pair[1] is None else pair[1].value)[0]
 
     def led(self) -> list[Variant]:
         """The variants, with the one to show first in front."""
@@ -195,12 +151,7 @@ class Runs:
             return [("", [(variant.method, variant.style, variant) for variant in chosen])]
         return [("", [(variant.label, number, variant) for number, variant in enumerate(chosen)])] if chosen else []
 
-    def charts(
-        self,
-        variants: Iterable[Variant],
-        points: Callable[[Variant], Points],
-        chart: Chart,
-    ) -> list[Chart]:
+    def charts(self, variants: Iterable[Variant], points: Callable[[Variant], Points], chart: Chart) -> list[Chart]:
         """A chart per panel, like `chart` and with its series first.
 
         All of them have the same horizontal axis.
@@ -228,18 +179,29 @@ def _of_what(budget: str) -> str:
 def arrange(runs: Sequence[Run]) -> Runs:
     """Group the runs: by what their budgets count, methods in the order given, budgets from large to small."""
     labels = _labels(runs)
-    pruned = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
-    styles = {label: number for number, label in enumerate(dict.fromkeys([*pruned, *labels]))}
+    methods = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
+    styles = {label: number for number, label in enumerate(dict.fromkeys([*methods, *labels]))}
     groups: dict[tuple[str, str, int, str, str], list[Run]] = {}
     for run, label in zip(runs, labels, strict=True):
         groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), _content(run.recipe)), []).append(run)
-    variants = [
-        Variant(label, styles[label], sorted(group, key=lambda run: run.seed)) for (label, *_), group in groups.items()
-    ]
+    variants = [_variant(label, styles[label], group) for (label, *_), group in groups.items()]
     units = list(dict.fromkeys(run.unit for run in runs))
     variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.style))
+    pruned = [variant for variant in variants if not variant.dense]
+    units = list(dict.fromkeys(variant.unit for variant in pruned or variants))
     attacks = list(dict.fromkeys(result.key for run in runs for result in run.results if result.attack is not None))
-    return Runs(runs, variants, attacks, _compared_by(runs, attacks))
+    return Runs(runs, variants, pruned, list(dict.fromkeys(methods)), units, attacks, _compared_by(runs, attacks))
+
+
+def _variant(method: str, style: int, runs: Sequence[Run]) -> Variant:
+    first, asked = runs[0], _asked(runs[0])
+    share = sum(run.kept for run in runs) / sum(run.size for run in runs)
+    budget, label = share_text(asked), f"{method}, {share_text(asked)}"
+    if first.unit != "weights":
+        budget, label = f"{budget} of the {first.unit}", f"{label} {first.unit}"
+    label = method if share == 1 else label
+    seeds = sorted(runs, key=lambda run: run.seed)
+    return Variant(method, style, seeds, first.kind, first.unit, share, asked, budget, label)
 
 
 def _compared_by(runs: Sequence[Run], attacks: Sequence[Key]) -> Key | None:
