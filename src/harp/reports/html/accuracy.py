@@ -35,7 +35,7 @@ def per_cent(value: float | None) -> str:
 
 def interval_text(low: float, high: float) -> str:
     """An interval in per cent."""
-    return f"{100 * low:.1f} – {100 * high:.1f} %"
+    return "–" if math.isnan(low) else f"{100 * low:.1f} – {100 * high:.1f} %"
 
 
 def points_text(change: float) -> str:
@@ -85,27 +85,27 @@ def results(runs: Runs) -> Section | None:
 
 def _overview(runs: Runs) -> Figure:
     tests = [NATURAL, *runs.attacks]
-    networks = [(variant.label, [variant.after(key) for key in tests]) for variant in runs.variants]
-    before = [_dense_level(runs.pruned, key) for key in tests]
-    what = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
-    rows = [
-        [variant.label, str(len(variant.runs)), _kept(runs, variant), *map(_text, accuracies)]
-        for variant, (_, accuracies) in zip(runs.variants, networks, strict=True)
+    networks = [(variant.label, {key: variant.after(key) for key in tests}) for variant in runs.variants]
+    facts = [(str(len(variant.runs)), _kept(runs, variant)) for variant in runs.variants]
+    shown = [
+        key for key in tests if key == NATURAL or 2 * sum(r[key] is not None for _, r in networks) >= len(networks)
     ]
-    if any(before) and not any(variant.dense for variant in runs.variants):  # else a dense run shows it
+    before = {key: _dense_level(runs.pruned, key) for key in tests}
+    if any(before.values()) and len(runs.pruned) == len(runs.variants):  # else a dense run shows it
         networks.insert(0, ("before pruning", before))
-        rows.insert(0, ["before pruning", "", "", *map(_text, before)])
+        facts.insert(0, ("", ""))
     series = [
-        Series(attack_text(key), number, range(len(networks)), *_percentages([values[place] for _, values in networks]))
-        for number, (place, key) in enumerate(
-            (place, key)
-            for place, key in enumerate(tests)
-            if place == 0 or 2 * sum(v.after(key) is not None for v in runs.variants) >= len(runs.variants)
-        )
+        Series(attack_text(key), number, range(len(networks)), *_percentages([results[key] for _, results in networks]))
+        for number, key in enumerate(shown)
     ]
     chart = Chart("", "accuracy (%)", "", series, [label for label, _ in networks], "marks", unit=" %", whole=True)
+    kept = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
+    rows = [
+        [label, *cells, *(_text(results[key]) for key in tests)]
+        for (label, results), cells in zip(networks, facts, strict=True)
+    ]
     note = "Accuracies in per cent, ± half the 95 % interval."
-    return figure("overview", [chart], Table(["network", "seeds", what, *map(attack_text, tests)], rows, note=note))
+    return figure("overview", [chart], Table(["network", "seeds", kept, *map(attack_text, tests)], rows, note=note))
 
 
 def _kept(runs: Runs, variant: Variant) -> str:
@@ -193,37 +193,31 @@ def _curve_figure(runs: Runs, attack: str, norm: str) -> Figure:
     variants = [variant for variant in runs.variants if curves[variant.label]]
 
     def points(variant: Variant) -> Points:
-        x, *columns = zip(*curves[variant.label], strict=True)
-        y, low, high = ([None if value is None else 100 * value for value in column] for column in columns)
-        return x, y, low, high
+        curve = curves[variant.label]
+        return list(curve), *_percentages(list(curve.values()))
 
     rows = [
-        [
-            variant.label,
-            f"{epsilon:.4g}",
-            per_cent(value),
-            "–" if low is None or high is None else interval_text(low, high),
-        ]
+        [variant.label, f"{epsilon:.4g}", per_cent(result.value), interval_text(result.low, result.high)]
         for variant in variants
-        for epsilon, value, low, high in curves[variant.label]
+        for epsilon, result in curves[variant.label].items()
     ]
     chart = Chart("", f"ε, size of the perturbation ({norm})", "accuracy (%)", [], unit=" %", whole=True)
     table = Table(["network", "ε", "accuracy", "95 % interval"], rows)
     return figure("curve", runs.charts(variants, points, chart), table, attack=attack, norm=norm)
 
 
-def _curve(variant: Variant, attack: str, norm: str) -> list[tuple[float, float, float | None, float | None]]:
-    """Epsilon, mean accuracy of the seeds, and the ends of its interval."""
-    own = [curve for run in variant.runs for curve in run.of(Curve) if (curve.attack, curve.norm) == (attack, norm)]
-    by_epsilon: dict[float, list[tuple[float, float | None, float | None]]] = {}
-    for point in (point for curve in own for point in curve.points):
-        by_epsilon.setdefault(point.epsilon, []).append((point.value, point.low, point.high))
-    points = []
-    for epsilon, values in sorted(by_epsilon.items()):
-        accuracies = [value for value, _, _ in values]
-        low, high = values[0][1:] if len(values) == 1 else spread(accuracies)
-        points.append((epsilon, sum(accuracies) / len(accuracies), low, high))
-    return points
+def _curve(variant: Variant, attack: str, norm: str) -> dict[float, Estimate]:
+    """The accuracy at each epsilon; without an interval its ends are NaN."""
+    curves = [curve for run in variant.runs for curve in run.of(Curve) if (curve.attack, curve.norm) == (attack, norm)]
+    points = [point for curve in curves for point in curve.points]
+    results = {}
+    for epsilon in sorted({point.epsilon for point in points}):
+        seeds = [point for point in points if point.epsilon == epsilon]
+        values = [point.value for point in seeds]
+        low, high = (math.nan if end is None else end for end in (seeds[0].low, seeds[0].high))
+        low, high = (low, high) if len(seeds) == 1 else spread(values)
+        results[epsilon] = Estimate(sum(values) / len(values), low, high, len(values), seeds[0].n or 0)
+    return results
 
 
 def _distance_figure(runs: Runs, attack: str, norm: str) -> Figure:
@@ -260,58 +254,54 @@ def _quantile(values: Sequence[float], share: float) -> str:
 def classes(runs: Runs) -> Section | None:
     """Accuracy by class, and the worst one."""
     key = runs.robust or NATURAL
-    counts = [(variant, _by_class(variant, key)) for variant in runs.led()]
-    counts = [(variant, shares) for variant, shares in counts if shares]
-    if not counts:
+    tested = [(variant, _by_class(variant, key)) for variant in runs.led()]
+    tested = [(variant, by_class) for variant, by_class in tested if any(by_class)]
+    if not tested:
         return None
-    lead, shares = counts[0]
-    names = [runs.class_name(lead.runs[0], number) for number in range(len(shares))]
+    lead, by_class = tested[0]
+    names = [runs.class_name(lead.runs[0], number) for number in range(len(by_class))]
     tests = {test: _by_class(lead, test) for test in dict.fromkeys((NATURAL, key))}
-    tests = {test: found for test, found in tests.items() if len(found) == len(names)}
-    series = []
-    for number, (test, found) in enumerate(tests.items()):
-        ends = [Score("", (right,), (total,)).interval() if total else (0.0, 0.0) for right, total in found]
-        low, high = ([100 * end for end in side] for side in zip(*ends, strict=True))
-        values = [100 * right / total if total else None for right, total in found]
-        series.append(Series(attack_text(test), number, range(len(names)), values, low, high))
-    table = Table(
-        ["class", *map(attack_text, tests), "images"],
-        [
-            [name, *(_share(found[row]) for found in tests.values()), f"{shares[row][1]:,}"]
-            for row, name in enumerate(names)
-        ],
-    )
+    tests = {test: results for test, results in tests.items() if len(results) == len(names)}
+    series = [
+        Series(attack_text(test), number, range(len(names)), *_percentages(results))
+        for number, (test, results) in enumerate(tests.items())
+    ]
+    columns = ["class", *map(attack_text, tests), "images"]
+    cells = [
+        [name, *(per_cent(one.value if one else None) for one in results), f"{results[-1].n if results[-1] else 0:,}"]
+        for name, *results in zip(names, *tests.values(), strict=True)
+    ]
+    table = Table(columns, cells)
     chart = Chart("", "accuracy (%)", "", series, names, "bars", unit=" %", whole=True)
-    worst = _worst(shares)
-    facts = {"worst": names[worst], "share": _share(shares[worst]), "attack": attack_text(key)}
-    blocks: list[Block] = [figure("classes", [chart], table, network=lead.label, **facts)]
     rows = []
-    for variant, found in counts:
-        worst, right, images = _worst(found), sum(right for right, _ in found), sum(total for _, total in found)
-        best = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else -1.0)
-        cells = (_share(found[worst]), _share(best), _share((right, images)))
-        rows.append([variant.label, runs.class_name(variant.runs[0], worst), *cells])
-    columns = ["network", "worst class", "its accuracy", "the best class's", "all"]
+    for variant, results in tested:
+        known = {number: result for number, result in enumerate(results) if result}
+        worst = min(known, key=lambda number: known[number].value)
+        best = max(result.value for result in known.values())
+        mean = sum(result.value * result.n for result in known.values()) / sum(result.n for result in known.values())
+        name = runs.class_name(variant.runs[0], worst)
+        rows.append([variant.label, name, *map(per_cent, (known[worst].value, best, mean))])
+    facts = {"network": lead.label, "worst": rows[0][1], "share": rows[0][2], "attack": attack_text(key)}
+    blocks: list[Block] = [figure("classes", [chart], table, **facts)]
     if len(rows) > 1:
+        columns = ["network", "worst class", "its accuracy", "the best class's", "all"]
         blocks.append(Table(columns, rows, "The worst class everywhere"))
     return section("classes", blocks)
 
 
-def _by_class(variant: Variant, key: Attack) -> list[tuple[int, int]]:
-    """Correct answers and images of each class, over all seeds."""
+def _by_class(variant: Variant, key: Attack) -> list[Estimate | None]:
+    """The accuracy of each class, over all seeds; None for a class without images."""
     tested = [result for run in variant.runs for result in run.results if result.key == key and result.totals]
     tested = [result for result in tested if len(result.totals) == len(result.correct) == len(tested[0].totals)]
-    pairs = zip(*(zip(result.correct, result.totals, strict=True) for result in tested), strict=True)
-    return [(sum(right for right, _ in seeds), sum(total for _, total in seeds)) for seeds in pairs]
-
-
-def _worst(shares: Sequence[tuple[int, int]]) -> int:
-    ratios = [right / total if total else math.inf for right, total in shares]
-    return ratios.index(min(ratios))
-
-
-def _share(pair: tuple[int, int]) -> str:
-    return per_cent(pair[0] / pair[1] if pair[1] else None)
+    results: list[Estimate | None] = []
+    for right, total in zip(
+        map(sum, zip(*(result.correct for result in tested), strict=True)),
+        map(sum, zip(*(result.totals for result in tested), strict=True)),
+        strict=True,
+    ):
+        low, high = Score("", (right,), (total,)).interval() if total else (0.0, 0.0)
+        results.append(Estimate(right / total, low, high, len(tested), total) if total else None)
+    return results
 
 
 def parts(runs: Runs) -> Section | None:
