@@ -141,13 +141,10 @@ def _architecture(found: Finished) -> str:
 def _arguments(found: Finished) -> str:
     """The arguments of `harp.build_model`."""
     part = found.recipe.model
-    values = {"num_classes": found.classes} | ({"normalize": part.normalize} if part.normalize is not None else {})
-    texts = {key: repr(value) for key, value in {**values, **part.options}.items()}
-    texts = {"num_classes": texts.pop("num_classes"), "shape": repr(found.shape or _UNKNOWN_SHAPE).strip("'"), **texts}
-    return f"{_model_name(found)!r}, " + ", ".join(f"{key}={text}" for key, text in texts.items())
-
-
-_UNKNOWN_SHAPE = "(CHANNELS, HEIGHT, WIDTH)"
+    options = {"normalize": part.normalize, **part.options} if part.normalize is not None else part.options
+    shape = found.shape or "(CHANNELS, HEIGHT, WIDTH)"
+    texts = [f"{_model_name(found)!r}", f"num_classes={found.classes}", f"shape={shape}"]
+    return ", ".join([*texts, *(f"{key}={value!r}" for key, value in options.items())])
 
 
 def _title(stage: Stage) -> str:

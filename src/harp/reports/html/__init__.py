@@ -7,8 +7,9 @@ compose   chapters -> a report
 render    a report -> HTML, Markdown, JSON; `harp.reports.plots` draws the charts
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harp.errors import RecipeError
 from harp.reports.html import collect, compose, groups, network, render
@@ -34,17 +35,14 @@ def build(runs: Sequence[Path], out: Path, formats: Sequence[str] = FORMATS) -> 
     arranged = groups.arrange(collect.read(runs))
     histograms = {variant.label: network.histograms(variant.runs[0]) for variant in arranged.variants}
     report = compose.compose(arranged, histograms)
-    renderers: dict[str, Callable[[], object]] = {
-        "html": lambda: render.page(report),
-        "json": lambda: render.data(report, arranged, histograms),
-        "md": lambda: render.markdown(report),
-    }
-    contents = {name: renderers[name]() for name in formats}
+    contents: dict[str, Any] = {"json": render.data(report, arranged, histograms), "md": render.markdown(report)}
+    if "html" in formats:  # needs matplotlib
+        contents["html"] = render.page(report)
     stem = out.with_suffix("") if out.suffix.removeprefix(".") in FORMATS and not out.is_dir() else out / "report"
     paths = {name: stem.with_name(f"{stem.name}.{name}") for name in formats}
     for name, path in paths.items():
         if name == "json":
             files.write_json(path, contents[name])
         else:
-            files.write_text(path, str(contents[name]))
+            files.write_text(path, contents[name])
     return list(paths.values())

@@ -1,6 +1,7 @@
 """The report as a whole: the headline, what to be warned of, and the chapters in order."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import harp
 from harp.reports import tables
@@ -51,13 +52,9 @@ def _count(number: int, what: str) -> str:
 
 def _common_name(runs: Runs) -> str:
     """The words that all names of recipes begin with."""
-    names = [run.summary.name.split("-") for run in runs.all]
-    same = [
-        words[0]
-        for number, words in enumerate(zip(*names, strict=False))
-        if len({tuple(n[: number + 1]) for n in names}) == 1
-    ]
-    return "-".join(same) or "Comparison of runs"
+    words = zip(*(run.summary.name.split("-") for run in runs.all), strict=False)
+    same = takewhile(lambda column: len(set(column)) == 1, words)
+    return "-".join(column[0] for column in same) or "Comparison of runs"
 
 
 def _subtitle(runs: Runs) -> str:

@@ -165,13 +165,12 @@ def deployment(runs: Runs) -> Section | None:
 def _cells(test: Trial) -> list[str]:
     inside, outside = test.torch, test.deployed
     # Worst cases are not compared: the queries are made to the file only.
-    comparable = inside is not None and test.how != "union"
     return [
         attack_text(outside.key),
         per_cent(None if inside is None else inside.value),
         per_cent(outside.value),
         interval_text(outside.low, outside.high),
-        points_text(outside.value - inside.value) if inside is not None and comparable else "–",
+        "–" if inside is None or test.how == "union" else points_text(outside.value - inside.value),
         f"{outside.n:,}",
         _HOW.get(test.how, test.how),
     ]

@@ -7,7 +7,7 @@ that what is shipped is what was trained. A model from a file of the user's keep
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def define(part: Model, title: str, name: str, classes: int, shape: Shape, optio
             f"{part.name}: RobustBench wants the definition as code of its own: put a function that builds the model "
             "without the library into a file, and train with model: file.py:function"
         )
-    head = _import_lines({*imports, "import torch", "from torch import Tensor", "from torch import nn"})
+    head = "\n".join(sorted({*imports, "import torch", "from torch import Tensor", "from torch import nn"}))
     title = title.replace("\\", "").replace('"', "'")  # it becomes part of a docstring
     values = {"title": title, "imports": head, "body": body, "name": name, "call": call, "normalize": part.normalize}
     return Definition(templating.render("definition.py.jinja", **values), text)
@@ -75,16 +75,16 @@ def _user_text(file: Path, spec: str) -> str:
 def _parameters(text: str, function: str, spec: str) -> list[str]:
     """The parameters of a function or class at the top of a file, without running the file."""
     try:
-        found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     except SyntaxError as error:
-        raise ModelError(f"the model {spec!r}: its file is no Python of this version (line {error.lineno})") from error
-    node = found.get(function)
+        raise ModelError(f"the model {spec!r}: its file is not Python of this version (line {error.lineno})") from error
+    node = nodes.get(function)
     if isinstance(node, ast.ClassDef):
-        own = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        node = own[0] if own else None
+        methods = (part for part in node.body if isinstance(part, ast.FunctionDef))
+        node = next((method for method in methods if method.name == "__init__"), None)
     if not isinstance(node, ast.FunctionDef):
         raise ModelError(f"the model {spec!r}: define {function} in the file itself, by `def` or with an __init__")
-    return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+    return [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
 
 
 def _inlined(factory: Callable[..., Any]) -> tuple[set[str], str]:
@@ -119,7 +119,7 @@ def _gather(module: str, imports: dict[str, str], parts: dict[str, tuple[ast.stm
                 text = ast.unparse(single or ast.Import([alias_node]))
                 imports[alias_node.asname or alias_node.name.partition(".")[0]] = text
         else:
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
             text = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
             parts |= dict.fromkeys(_defined(node), (node, text))
 
@@ -129,23 +129,3 @@ def _defined(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _import_lines(lines: Iterable[str]) -> str:
-    """Import statements in groups: the standard library, torch, the user's file; one line for each module."""
-    groups: list[list[str]] = [[], [], []]
-    names: dict[str, list[str]] = {}
-    for line in sorted(lines):
-        words = line.split()
-        if words[0] == "from":
-            names.setdefault(words[1], []).append(line.partition(" import ")[2])
-        else:
-            groups[_group(words[1])].append(line)
-    for module, imported in names.items():
-        groups[_group(module)].append(f"from {module} import {', '.join(imported)}")
-    return "\n\n".join("\n".join(group) for group in groups if group)
-
-
-def _group(module: str) -> int:
-    first = module.partition(".")[0]
-    return 0 if first in sys.stdlib_module_names else 1 if first == "torch" else 2
