@@ -27,7 +27,7 @@ def tooltips(svg: str) -> list[str]:
     return [note.text or "" for group in marks(svg) for note in group.iter("title")]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=6), st.booleans())
 def test_any_values_can_be_drawn(pairs: list[tuple[float | None, float | None]], rows: bool) -> None:
     y, low = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -64,6 +64,14 @@ def test_long_names_are_shortened_and_kept_in_the_tooltip() -> None:
     svg = plots.inline(Chart("", "x", "", [Series("s", 0, [0], [5.0])], [name], log=True), "t")
     assert plots.shorten(name, 22) in svg and f"<title>{name}</title>" in svg
     assert len(plots.shorten(name, 22)) == 22 and plots.shorten("short", 22) == "short"
+
+
+@pytest.mark.parametrize("name", ["$x_{$", "a\x01b", "猫", '" xmlns="x', "<b>", "a_b^c\\d", ""])
+def test_a_name_of_any_letters_is_shown_as_it_is(name: str, tmp_path: Path) -> None:
+    svg = plots.inline(Chart(name, name, name, [Series(name, 0, [0], [5.0])], [name, "x"]), name)
+    shown = [text.text for text in ElementTree.fromstring(svg).iter("text")]
+    assert shown.count(name.replace("\x01", "").replace(' xmlns="x', "")) >= bool(name) * 2
+    plots.draw(tmp_path / "layers.png", name, [{"name": name, "size": 2, "kept": 1}], {name: [{"robust": 0.5}]})
 
 
 def test_methods_at_one_budget_are_drawn_side_by_side() -> None:

@@ -7,6 +7,7 @@ style sheet (so that they follow light and dark mode), and every mark has a tool
 import io
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,13 +30,9 @@ _COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _MARKERS = "osD^vP<>"
 _DASHES = ("-", "--", ":")  # the three numbers have no common factor: 168 styles before one is used again
 _INK, _SOFT, _AXIS, _GRID, _TINT, _LEVEL = "#1b1d22", "#5b616b", "#9a9fa8", "#ececef", "#f3f6f9", "#6b7078"
-_VARIABLES = {colour: f"var(--c{number})" for number, colour in enumerate(_COLOURS)} | dict(
-    zip(
-        (_INK, _SOFT, _AXIS, _GRID, _TINT, _LEVEL, "#ffffff"),
-        ("var(--ink)", "var(--soft)", "var(--axis)", "var(--grid)", "var(--tint)", "var(--level)", "var(--card)"),
-        strict=True,
-    )
-)
+_NAMES = {_INK: "ink", _SOFT: "soft", _AXIS: "axis", _GRID: "grid", _TINT: "tint", _LEVEL: "level", "#ffffff": "card"}
+_NAMES |= {colour: f"c{number}" for number, colour in enumerate(_COLOURS)}  # variables of the page's style sheet
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")  # characters that SVG can't hold
 _WIDTH = 360  # of a drawing in a page, in pixels: readable one to one on a phone
 _NAME = 22  # letters of a row's name
 _TITLE = 120  # letters in a line of a file's title
@@ -225,7 +222,18 @@ def _titled(title: str, height: float) -> "Figure":
 
 def _save(figure: "Figure", path: Path) -> None:
     with files.atomic(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:], dpi=130)
+        _write(figure, temporary, path.suffix[1:], dpi=130)
+
+
+def _write(figure: "Figure", file: Path | io.StringIO, kind: str, **options: Any) -> None:
+    """Write a figure; a dollar sign in a name starts no formula, and letters that the font lacks cause no warning."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")
+        figure.savefig(file, format=kind, **options)
 
 
 def _colour(style: int) -> str:
@@ -293,7 +301,8 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
     if chart.whole:
         set_limits(0, 120 if any(series.labels for series in chart.series) else 100)
     elif chart.kind != "histograms":
-        set_limits(max(low, 0.0), min(high, 100.0) if chart.unit == " %" else high)
+        smallest = axes.dataLim.x0 if chart.rows else axes.dataLim.y0
+        set_limits(low if smallest < 0 else max(low, 0.0), min(high, 100.0) if chart.unit == " %" else high)
     for axis in (axes.xaxis,) if chart.rows else (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _tick(value))
     if chart.limits is not None:
@@ -353,14 +362,8 @@ def _draw_points(axes: "Axes", chart: Chart, size: float, tips: list[list[str]])
         tips.append([_tip(chart, series, index) for index in shown])
         rings = [index for index in series.rings if index in shown]
         if rings:
-            ring: dict[str, Any] = {
-                "marker": "o",
-                "markersize": 10,
-                "markerfacecolor": "none",
-                "markeredgecolor": _INK,
-                "linestyle": "",
-            }
-            axes.plot([across[i] for i in rings], [up[i] for i in rings], **ring, gid=f"mark-{len(tips)}")
+            centres = [across[index] for index in rings], [up[index] for index in rings]
+            axes.scatter(*centres, s=100, facecolors="none", edgecolors=_INK, gid=f"mark-{len(tips)}", zorder=4)
             tips.append([_tip(chart, series, index) for index in rings])
 
 
@@ -408,8 +411,8 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
     figure.patch.set_visible(False)
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "harp"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    text = file.getvalue()[file.getvalue().index("<svg") :]
+        _write(figure, file, "svg", metadata={"Date": None})
+    text = _CONTROL.sub("", file.getvalue()[file.getvalue().index("<svg") :])
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>", "", text, flags=re.DOTALL)
     root = ElementTree.fromstring(re.sub(r' xmlns(:\w+)?="[^"]*"|(?<=[ <])xlink:| clip-path="[^"]*"', "", text))
     for element in root.iter():
@@ -421,10 +424,10 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
             element.set(key, re.sub(r"(\.\d)\d+", r"\1", element.attrib[key]))
         if "style" in element.attrib:
             style = re.sub(r"font-family:[^;]*; ?", "", element.attrib["style"])
-            element.set("style", re.sub(r"#[0-9a-f]{6}", lambda found: _VARIABLES.get(found[0], found[0]), style))
+            element.set("style", re.sub(r"#[0-9a-f]{6}", lambda colour: f"var(--{_NAMES[colour[0]]})", style))
     role = {"role": "img", "aria-label": title} if title else {"aria-hidden": "true"}
     root.attrib = {"viewBox": root.attrib["viewBox"], **role}
-    return re.sub(r">\s+<", "><", ElementTree.tostring(root, "unicode"))
+    return _CONTROL.sub("", re.sub(r">\s+<", "><", ElementTree.tostring(root, "unicode")))
 
 
 def _add_tooltips(group: ElementTree.Element, texts: Sequence[str]) -> None:
