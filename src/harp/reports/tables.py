@@ -96,3 +96,20 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
             f"pruning changed {flips['changed']} of {flips['n']} predictions: {flips['lost']} lost, {flips['won']} won"
         )
     return lines
+
+
+def count_text(count: int) -> str:
+    """A large number in short."""
+    for size, name in ((10**9, " G"), (10**6, " M"), (10**4, " k")):
+        if count >= size:
+            unit = size if size != 10**4 else 1000
+            return f"{count / unit:.3g}{name}"
+    return f"{count:,}"
+
+
+def bytes_text(count: int) -> str:
+    """The size of a file."""
+    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count} B"

@@ -1,18 +1,18 @@
-"""`harp report`: what some runs came to, on one page that can be sent, opened and printed anywhere.
+"""`harp report`: a report on some runs as one page that can be sent, opened and printed anywhere.
 
 collect   run folders -> checked records, without paths of the machine
-groups    which runs differ in the seed only, which are one method at several budgets
-accuracy, deployment, network, evidence, origin   records -> chapters: tables, figures, words
+groups    which runs differ only in the seed, which are one method at several budgets
+accuracy, network, evidence, origin   records -> chapters: tables, figures, words
 compose   chapters -> a report
-page, text, data   a report -> HTML, Markdown, JSON
-chart, scale, png  SVG and PNG, written here: no plotting library, no script
+render    a report -> HTML, Markdown, JSON; `harp.reports.plots` draws the charts
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harp.errors import RecipeError
-from harp.reports.html import collect, compose, data, groups, page, text
+from harp.reports.html import collect, compose, groups, network, render
 from harp.system import files
 
 __all__ = ["FORMATS", "build"]
@@ -33,15 +33,16 @@ def build(runs: Sequence[Path], out: Path, formats: Sequence[str] = FORMATS) -> 
     if not formats:
         raise RecipeError(f"no format: a report can be {', '.join(FORMATS)}")
     arranged = groups.arrange(collect.read(runs))
-    histograms = compose.measure_weights(arranged)
+    histograms = {variant.label: network.histograms(variant.runs[0]) for variant in arranged.variants}
     report = compose.compose(arranged, histograms)
-    texts = {"html": page.render(report), "md": text.render(report)}
-    records = data.content(report, arranged, histograms)
+    contents: dict[str, Any] = {"json": render.data(report, arranged, histograms), "md": render.markdown(report)}
+    if "html" in formats:  # needs matplotlib
+        contents["html"] = render.page(report)
     stem = out.with_suffix("") if out.suffix.removeprefix(".") in FORMATS and not out.is_dir() else out / "report"
-    made = {name: stem.with_name(f"{stem.name}.{name}") for name in formats}
-    for name, path in made.items():
+    paths = {name: stem.with_name(f"{stem.name}.{name}") for name in formats}
+    for name, path in paths.items():
         if name == "json":
-            files.write_json(path, records)
+            files.write_json(path, contents[name])
         else:
-            files.write_text(path, texts[name])
-    return list(made.values())
+            files.write_text(path, contents[name])
+    return list(paths.values())

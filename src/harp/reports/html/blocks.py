@@ -1,15 +1,44 @@
-"""What a report is made of, before it is a page, a text or data: sections of tables, figures, pictures and words."""
+"""What a report is made of, before it is a page, a text or data: sections of tables, figures, images and code."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from harp.experiments.records import Finding
+from harp.reports import templating
+from harp.reports.plots import Chart
+
+
+@cache
+def _all_words() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((templating.FOLDER / "report_words.yaml").read_text("utf-8"))
+    return content
+
+
+def words(kind: str, name: str, **values: object) -> tuple[str, str]:
+    """Title and lead of a section, or title and caption of a figure, filled with values."""
+    title, text = _all_words()[kind][name]
+    return title.format(**values), text.format(**values)
+
+
+class Block:
+    """A part of a section."""
+
+    @property
+    def form(self) -> str:
+        """The name of the template's macro for it."""
+        return type(self).__name__.lower()
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(Block):
     """Rows of text under titles; the first column is text, the others are numbers unless `plain`."""
 
-    form: ClassVar[str] = "table"
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
@@ -18,78 +47,54 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One drawing of a figure."""
+class Figure(Block):
+    """Charts side by side, how to read them, and the numbers behind them."""
 
-    svg: str
-    title: str = ""
-
-
-@dataclass(frozen=True)
-class Key:
-    """A line of a legend: a name and the number of its style."""
-
-    name: str
-    number: int
-    joined: bool = True
-    filled: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Drawings side by side, what they mean, how to read them, and the numbers behind them."""
-
-    form: ClassVar[str] = "figure"
     title: str
     caption: str
-    panels: Sequence[Panel]
+    charts: Sequence[Chart]
     table: Table
-    legend: Sequence[Key] = ()
-    small: bool = False  # many little drawings instead of a few large ones
+
+    @property
+    def legend(self) -> list[tuple[str, int, str]]:
+        """Name, style and kind of every series; none if there is only one, or if series are rows."""
+        series = {(one.name, one.style, chart.kind): None for chart in self.charts for one in chart.series}
+        return list(series) if len(series) > 1 and self.charts[0].kind != "histograms" else []
 
 
 @dataclass(frozen=True)
-class Words:
-    """A paragraph."""
-
-    form: ClassVar[str] = "words"
-    text: str
-
-
-@dataclass(frozen=True)
-class Code:
+class Code(Block):
     """Text as it stands in a file."""
 
-    form: ClassVar[str] = "code"
     text: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A check, how it ended, what was found and why it is made."""
-
-    check: str
-    verdict: str
-    text: str
-    why: str = ""
-
-
-@dataclass(frozen=True)
-class Verdicts:
+class Verdicts(Block):
     """The checks of a network."""
 
-    form: ClassVar[str] = "verdicts"
     title: str
-    items: Sequence[Verdict]
+    findings: Sequence[Finding]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Check, verdict, finding, and why the check is made if it is known by name."""
+        return [
+            {
+                "check": one.check,
+                "verdict": one.verdict,
+                "text": one.text,
+                "why": _all_words()["checks"].get(one.check, ""),
+            }
+            for one in self.findings
+        ]
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """An image, what was added to it, the sum, and what the network said before and after."""
+    """An image, the change by an attack, the attacked image, and the answers of the network to both."""
 
-    image: str  # data URIs
-    change: str
-    attacked: str
+    images: Sequence[NDArray[np.uint8]]
     label: str
     before: str
     after: str
@@ -98,31 +103,31 @@ class Attacked:
 
 
 @dataclass(frozen=True)
-class Gallery:
+class Gallery(Block):
     """Attacked images."""
 
-    form: ClassVar[str] = "gallery"
     title: str
     caption: str
     items: Sequence[Attacked]
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Block):
     """Blocks that are shown on demand."""
 
-    form: ClassVar[str] = "fold"
     title: str
-    blocks: Sequence["Block"]
+    blocks: Sequence[Block]
 
 
-def folded(blocks: Sequence["Figure | Verdicts | Gallery | Table"], what: str) -> list["Block"]:
+def figure(name: str, charts: Sequence[Chart], table: Table, **values: object) -> Figure:
+    """A figure with the words of its name."""
+    return Figure(*words("figures", name, **values), charts, table)
+
+
+def folded(blocks: Sequence[Table | Figure | Verdicts | Gallery], what: str) -> list[Block]:
     """The first block as it is; the others behind one fold, each behind its title."""
     others = [Fold(block.title, [block]) for block in blocks[1:]]
     return [*blocks[:1], *([Fold(f"{len(others)} more {what}", others)] if others else [])]
-
-
-Block = Table | Figure | Words | Code | Verdicts | Gallery | Fold
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,11 @@ class Section:
     title: str
     lead: str
     blocks: Sequence[Block]
+
+
+def section(anchor: str, blocks: Sequence[Block], **values: object) -> Section | None:
+    """A chapter with the words of its anchor; None if it has no content."""
+    return Section(anchor, *words("sections", anchor, **values), blocks) if blocks else None
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it."""
+    """The whole report; the tiles are of the network that `shown` names."""
 
     title: str
     subtitle: str
@@ -155,6 +165,6 @@ class Report:
     tiles: Sequence[Tile]
     notes: Sequence[str]
     sections: Sequence[Section]
-    foot: str = ""
-    shown: str = field(default="")  # what the tiles are of
-    warnings: Sequence[str] = ()  # what the runs themselves warn of
+    foot: str
+    shown: str
+    warnings: Sequence[str]  # of the runs themselves

@@ -1,34 +1,27 @@
-"""Reading runs for a report: what `harp run` left in a folder, what was measured later, and nothing else.
+"""Reading runs for a report: what `harp run` left in a folder, and what was measured later.
 
-Whatever is not as it should be is one line of error. Paths of the machine that a run was made on are taken out here,
-so nothing that is made of a `Run` can show them.
+Paths of the machine that a run was made on are removed here, so nothing that is made of a `Run` can show them.
 """
 
 import base64
-import binascii
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from harp.errors import RecipeError
 from harp.experiments import run_folder
-from harp.experiments.records import (
-    KINDS,
-    Accuracy,
-    Budget,
-    Deployed,
-    Examples,
-    Flips,
-    Record,
-    StageFile,
-    Summary,
-    Trial,
-)
-from harp.reports.html.paths import without_paths
+from harp.experiments.records import KINDS, Accuracy, Deployed, Examples, Flips, Record, StageFile, Summary, Trial
 
-_PASSED_OVER = {"radius"}  # the single points of a curve, which has them all
+_IGNORED = {"radius"}  # the single points of a curve, which has them all
+_IMAGES = ("image", "attacked")  # keys of base64 text, which may look like a path
+_PATH = re.compile(r"(?<![\w.:/\\])(?:file://|~|[A-Za-z]:)?[/\\][\w.@+\-]+(?:[/\\][\w.@+\-]+)+")
+_WHOLE_PATH = re.compile(r"^(?:file://)?(?:~|[A-Za-z]:)?[/\\][^;]*[/\\][^;]*$")
 Kind = TypeVar("Kind", bound=Record)
 
 
@@ -39,74 +32,30 @@ class Run:
     folder: Path
     recipe: dict[str, Any]
     summary: Summary
-    stages: dict[str, StageFile | None]  # by the names of their folders, which tell stages that runs share
-    found: list[Record]
+    stages: dict[str, StageFile | None]  # by the names of their folders, which are the same for stages that runs share
+    found: list[Record]  # by the evaluation
     unknown: list[str]  # files of the evaluation that this version can't show
-
-    @property
-    def name(self) -> str:
-        """The recipe's name."""
-        return self.summary.name
-
-    @property
-    def seed(self) -> int:
-        """The seed that all its random numbers came from."""
-        value = self.recipe.get("seed", 0)
-        return value if isinstance(value, int) else 0
-
-    @property
-    def size(self) -> int:
-        """What the budget counts of the whole network."""
-        return self.budget.size
-
-    @property
-    def kept(self) -> int:
-        """What is left of that."""
-        return self.budget.kept
-
-    @property
-    def budget(self) -> Budget:
-        """The budget; a run that says nothing of it counts weights."""
-        layers = self.summary.layers
-        size, kept = sum(layer.size for layer in layers), sum(layer.kept for layer in layers)
-        return self.summary.budget or Budget(size=size, kept=kept)
-
-    @property
-    def kind(self) -> str:
-        """What was pruned: weights or channels."""
-        return self.budget.kind
-
-    @property
-    def unit(self) -> str:
-        """What the budget counts, in words that tell channels from weights."""
-        both = self.kind == "channels" and self.budget.unit == "MACs"
-        return f"{self.budget.unit} (channels)" if both else self.budget.unit
+    seed: int
+    data: str  # the name of the data set
+    kind: str  # what was pruned: weights or channels
+    unit: str  # what the budget counts, in words that distinguish channels from weights
+    size: int  # what the budget counts, of the whole network
+    kept: int  # and of the pruned one
 
     def of(self, kind: type[Kind]) -> list[Kind]:
-        """What the evaluation found of a kind; if the same was measured several times, that of most images, or last."""
-        best: dict[tuple[object, ...], Kind] = {}
-        for record in self.found:
-            if isinstance(record, kind):
-                name = tuple(str(getattr(record, key, "")) for key in ("name", "attack", "norm", "epsilon"))
-                if name not in best or (getattr(record, "n", 0) or 0) >= (getattr(best[name], "n", 0) or 0):
-                    best[name] = record
-        return list(best.values())
+        """The records of a kind; if the same was measured several times, that on most images, or the last."""
+        records = [record for record in self.found if isinstance(record, kind)]
+        keys = ("name", "attack", "norm", "epsilon")
+        return _on_most_images(records, lambda record: tuple(str(getattr(record, key, "")) for key in keys))
 
     @property
     def results(self) -> list[Accuracy]:
-        """All accuracies: of numbers that were measured the same way, the one of more images."""
-        best: dict[Any, Accuracy] = {}
-        for result in [*self.summary.results, *self.of(Accuracy)]:
-            if result.key not in best or result.n >= best[result.key].n:
-                best[result.key] = result
-        return list(best.values())
+        """All accuracies, each on most images."""
+        return _on_most_images([*self.summary.results, *self.of(Accuracy)], lambda result: result.key)
 
     @property
     def deployed(self) -> list[Deployed]:
-        """What was found of each file, by name: of a file that was replaced, what was found of the last one.
-
-        Several evaluations of a file are one: of numbers that were measured the same way, the one of more images.
-        """
+        """What was found of each file, by name; of a file that was replaced, only what was found of the last one."""
         by_file: dict[str, list[Deployed]] = {}
         for record in self.found:
             if isinstance(record, Deployed):
@@ -114,42 +63,37 @@ class Run:
         merged = []
         for records in by_file.values():
             last = records[-1]
-            tests: dict[Any, Trial] = {}
-            for test in (
-                test for each in records if each.artefact.sha256 == last.artefact.sha256 for test in each.tests
-            ):
-                key, now = test.deployed.key, test.deployed
-                old = tests[key].deployed if key in tests else None
-                # Of two worst cases the one of more attacks, or stronger ones, is the lower.
-                lower = old is not None and (test.how != "union" or now.value <= old.value)
-                if old is None or now.n > old.n or (now.n == old.n and lower):
-                    tests[key] = test
+            tests: dict[Hashable, Trial] = {}
+            for test in (t for one in records if one.artefact.sha256 == last.artefact.sha256 for t in one.tests):
+                old, new = tests.get(test.deployed.key), test.deployed
+                # Of two worst cases on the same images, the lower one is of more or stronger attacks.
+                lower = old is not None and (test.how != "union" or new.value <= old.deployed.value)
+                if old is None or new.n > old.deployed.n or (new.n == old.deployed.n and lower):
+                    tests[new.key] = test
             merged.append(last.model_copy(update={"tests": list(tests.values())}))
         return merged
 
     @property
-    def data(self) -> str:
-        """The name of the data set."""
-        part = self.recipe.get("data")
-        return str(part.get("name", "")) if isinstance(part, dict) else str(part or "")
-
-    @property
     def classes(self) -> list[str]:
-        """The names of the classes, where some file has them."""
-        known = [
-            *(one.classes for one in self.of(Accuracy)),
-            *(one.classes for one in self.of(Flips)),
-            *(one.classes for one in self.of(Examples)),
-        ]
-        return next((names for names in known if names), [])
+        """The names of the classes, if some file has them."""
+        records: list[Accuracy | Flips | Examples] = [*self.of(Accuracy), *self.of(Flips), *self.of(Examples)]
+        return next((record.classes for record in records if record.classes), [])
+
+
+def _on_most_images(records: Iterable[Kind], key: Callable[[Kind], Hashable]) -> list[Kind]:
+    best: dict[Hashable, Kind] = {}
+    for record in records:
+        old = best.get(key(record))
+        if old is None or (getattr(record, "n", 0) or 0) >= (getattr(old, "n", 0) or 0):
+            best[key(record)] = record
+    return list(best.values())
 
 
 def read(folders: Sequence[Path]) -> list[Run]:
     """The runs of the folders, each once."""
     if not folders:
         raise RecipeError("there is no run to report on: give folders that `harp run` made")
-    once = {Path(folder).resolve(): Path(folder) for folder in folders}
-    return [_read_run(folder) for folder in once.values()]
+    return [_read_run(folder) for folder in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
 
 
 def _read_run(folder: Path) -> Run:
@@ -160,22 +104,57 @@ def _read_run(folder: Path) -> Run:
         kind = later[path].get("kind")
         if kind in KINDS:
             found.append(KINDS[kind].model_validate(without_paths(later[path])))
-        elif kind not in _PASSED_OVER:
+        elif kind not in _IGNORED:
             unknown.append(path.name)
     stages = {
         stage.folder.name: None if stage.facts is None else StageFile.model_validate(without_paths(stage.facts))
         for stage in run.stages
     }
-    summary = Summary.model_validate(without_paths(run.summary))
-    return Run(folder.resolve(), without_paths(run.content), summary, stages, found, unknown)
+    recipe, summary = without_paths(run.content), Summary.model_validate(without_paths(run.summary))
+    seed, data, budget = recipe.get("seed", 0), recipe.get("data"), run_folder.budget_of(run.summary)
+    kind, unit = budget["kind"], budget["unit"]
+    return Run(
+        folder.resolve(),
+        recipe,
+        summary,
+        stages,
+        found,
+        unknown,
+        seed=seed if isinstance(seed, int) else 0,
+        data=str(data.get("name", "") if isinstance(data, dict) else data or ""),
+        kind=kind,
+        unit=f"{unit} (channels)" if kind == "channels" and unit == "MACs" else unit,
+        size=budget["size"],
+        kept=budget["kept"],
+    )
 
 
-def pixels(text: str, shape: tuple[int, int, int], what: str) -> bytes:
-    """The bytes of an image, channel after channel."""
+def without_paths(value: Any) -> Any:
+    """Plain data without the folders of a machine: only the last part of an absolute path is left."""
+    if isinstance(value, dict):
+        return {key: item if key in _IMAGES else without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    parts = value.split(";")
+    return ";".join(
+        _last(part) if _WHOLE_PATH.match(part) else _PATH.sub(lambda m: _last(m[0]), part) for part in parts
+    )
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
+
+
+def pixels(text: str, shape: tuple[int, int, int], what: str) -> NDArray[np.uint8]:
+    """An image of bytes that come channel after channel."""
+    if min(shape) < 1:
+        raise RecipeError(f"{what}: an image can't have the shape {shape}")
     try:
         content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecipeError(f"{what}: the image is no base64 text") from error
+    except ValueError as error:
+        raise RecipeError(f"{what}: the image is not base64 text") from error
     if len(content) != math.prod(shape):
         raise RecipeError(f"{what}: the image has {len(content)} bytes, but its shape {shape} needs {math.prod(shape)}")
-    return content
+    return np.frombuffer(content, np.uint8).reshape(shape)

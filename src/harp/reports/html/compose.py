@@ -1,24 +1,24 @@
 """The report as a whole: the headline, what to be warned of, and the chapters in order."""
 
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
 import harp
 from harp.reports import tables
-from harp.reports.html import accuracy, deployment, evidence, network, origin
-from harp.reports.html.accuracy import attack_text
+from harp.reports.html import accuracy, evidence, network, origin
+from harp.reports.html.accuracy import attack_text, points_text
 from harp.reports.html.blocks import Report, Tile
-from harp.reports.html.collect import Run
 from harp.reports.html.groups import NATURAL, Key, Runs, Variant
-from harp.reports.html.histograms import Histogram, histograms
-from harp.reports.html.network import bytes_text, count_text
+from harp.reports.html.network import Histogram
+from harp.reports.tables import bytes_text, count_text
 
 
-def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
-    """All chapters that there is something to say in."""
-    lead = runs.lead
-    without = [variant.label for variant in runs.variants if not histograms.get(variant.label)]
+def compose(runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> Report:
+    """All chapters that have content; `histograms` are by the label of the variant."""
     sections = [
         accuracy.results(runs),
         accuracy.sparsity(runs),
-        deployment.deployment(runs),
+        evidence.deployment(runs),
         accuracy.curves(runs),
         evidence.checks(runs),
         accuracy.parts(runs),
@@ -32,13 +32,13 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
         network.cost(runs),
         origin.origin(runs),
     ]
-    single = len(runs.all) == 1
+    single, lead = len(runs.all) == 1, runs.lead
     return Report(
-        title=runs.all[0].name if single else _name(runs),
+        title=runs.all[0].summary.name if single else _common_name(runs),
         subtitle=_subtitle(runs),
-        headline=_headline(lead.runs[0]) if len(lead.runs) == 1 else _means(runs, lead),
+        headline=_headline(runs, lead),
         tiles=_tiles(runs, lead),
-        notes=[*deployment.warnings(runs), *origin.notes(runs, without)],
+        notes=origin.notes(runs, [v.label for v in runs.variants if not histograms.get(v.label)]),
         sections=[section for section in sections if section is not None],
         foot=f"Made by harp {harp.__version__} from {_count(len(runs.all), 'run')}.",
         shown="" if single else _shown(runs, lead),
@@ -46,27 +46,24 @@ def compose(runs: Runs, histograms: dict[str, list[Histogram]]) -> Report:
     )
 
 
-def measure_weights(runs: Runs) -> dict[str, list[Histogram]]:
-    """The distributions of the weights of every variant's first seed, by label."""
-    return {variant.label: histograms(variant.runs[0]) for variant in runs.variants}
-
-
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _name(runs: Runs) -> str:
-    first, *others = [run.name.split("-") for run in runs.all]
-    same = [word for place, word in enumerate(first) if all(name[: place + 1] == first[: place + 1] for name in others)]
-    return "-".join(same) or "Comparison of runs"
+def _common_name(runs: Runs) -> str:
+    """The words that all names of recipes begin with."""
+    words = zip(*(run.summary.name.split("-") for run in runs.all), strict=False)
+    same = takewhile(lambda column: len(set(column)) == 1, words)
+    return "-".join(column[0] for column in same) or "Comparison of runs"
 
 
 def _subtitle(runs: Runs) -> str:
-    def told(part: str) -> str:
-        found = dict.fromkeys(_part(run, part) for run in runs.all)
-        return " / ".join(name for name in found if name)
+    def names(part: str) -> str:
+        contents = [run.recipe.get(part) for run in runs.all]
+        named = [content.get("name") if isinstance(content, dict) else content for content in contents]
+        return " / ".join(dict.fromkeys(str(name) for name in named if name))
 
-    words = [" on ".join(name for name in (told("model"), told("data")) if name)]
+    words = [" on ".join(name for name in (names("model"), names("data")) if name)]
     if len(runs.all) > 1:
         seeds = len({run.seed for run in runs.all})
         budgets = len({variant.budget for variant in runs.pruned})
@@ -77,24 +74,15 @@ def _subtitle(runs: Runs) -> str:
     return " · ".join(word for word in words if word)
 
 
-def _part(run: Run, part: str) -> str:
-    content = run.recipe.get(part)
-    name = content.get("name") if isinstance(content, dict) else content
-    return str(name) if name else ""
-
-
-def _headline(run: Run) -> str:
-    return tables.headline({**run.summary.model_dump(), "results": [one.model_dump() for one in run.results]})
-
-
-def _means(runs: Runs, lead: Variant) -> str:
-    size = lead.runs[0].size
-    parts = [f"{lead.unit} {size:,} → {lead.share * size:,.0f} ({lead.share:.3%})"]
-    for key in [NATURAL, *runs.attacks]:
+def _headline(runs: Runs, lead: Variant) -> str:
+    run = lead.runs[0]
+    if len(lead.runs) == 1:
+        return tables.headline({**run.summary.model_dump(), "results": [one.model_dump() for one in run.results]})
+    parts = [f"{lead.unit} {run.size:,} → {lead.share * run.size:,.0f} ({lead.share:.3%})"]
+    for key in (NATURAL, *runs.attacks):
         before, after = lead.before(key), lead.after(key)
         if after:
-            old = f"{before.value:.1%} → " if before else ""
-            parts.append(f"{key[0]} {old}{after.value:.1%}")
+            parts.append(f"{key[0]} {f'{before.value:.1%} → ' if before else ''}{after.value:.1%}")
     return ", ".join(parts) + f" (means of {len(lead.runs)} seeds)"
 
 
@@ -107,37 +95,32 @@ def _shown(runs: Runs, lead: Variant) -> str:
 
 def _tiles(runs: Runs, lead: Variant) -> list[Tile]:
     run = lead.runs[0]
-    share = 100 * run.kept / run.size
-    tiles = [Tile(f"{run.unit} kept", f"{share:.3g} %", "", f"{run.kept:,} of {run.size:,}")]
+    tiles = [Tile(f"{run.unit} kept", f"{100 * run.kept / run.size:.3g} %", "", f"{run.kept:,} of {run.size:,}")]
     tests: list[tuple[str, Key]] = [("natural accuracy", NATURAL)]
     if runs.robust is not None:
-        # An attack that the dense network was tested under as well, where the strongest one was not its test.
+        # If the dense network was not tested under the strongest attack, also one that it was tested under.
         compared = [key for key in runs.attacks if lead.before(key) and lead.after(key)]
         shown = [runs.robust] if runs.robust in compared or not compared else [compared[-1], runs.robust]
         tests += [(f"under {attack_text(key)}", key) for key in shown]
     for title, key in tests:
         before, after = lead.before(key), lead.after(key)
         if after:
-            old = f"{100 * before.value:.1f} %" if before else ""
-            change = f"{100 * (after.value - before.value):+.1f} points, ".replace("-", "−") if before else ""
+            change = f"{points_text(after.value - before.value)} points, " if before else ""
             text = f"{change}95 %: {100 * after.low:.1f}–{100 * after.high:.1f}"
-            tiles.append(Tile(title, f"{100 * after.value:.1f} %", old, text))
-    cost = run.summary.cost
-    if cost and cost.macs and cost.macs_kept is not None:
-        times = f"{cost.macs / cost.macs_kept:.3g} times fewer" if cost.macs_kept else ""
-        tiles.append(Tile("multiplications (MACs)", count_text(cost.macs_kept), count_text(cost.macs), times))
-    if run.kind == "channels" and cost and cost.parameters and cost.parameters_kept:
-        times = f"{cost.parameters / cost.parameters_kept:.3g} times fewer"
-        tiles.append(Tile("parameters", count_text(cost.parameters_kept), count_text(cost.parameters), times))
-    if cost and cost.bytes_dense and cost.bytes_sparse:
-        estimated = "" if run.kind == "channels" else " (estimate)"
-        times = f"{cost.bytes_dense / cost.bytes_sparse:.3g} times smaller{estimated}"
-        tiles.append(
-            Tile(
-                "size of the weights",
-                bytes_text(cost.bytes_sparse),
-                bytes_text(cost.bytes_dense),
-                times,
+            tiles.append(
+                Tile(title, f"{100 * after.value:.1f} %", f"{100 * before.value:.1f} %" if before else "", text)
             )
-        )
+    cost = run.summary.cost
+    if cost is None:
+        return tiles
+    channels = run.kind == "channels"
+    smaller = "times smaller" if channels else "times smaller (estimate)"
+    counts = [("multiplications (MACs)", cost.macs, cost.macs_kept, count_text, "times fewer")]
+    if channels and cost.parameters_kept:
+        counts.append(("parameters", cost.parameters, cost.parameters_kept, count_text, "times fewer"))
+    if cost.bytes_sparse:
+        counts.append(("size of the weights", cost.bytes_dense, cost.bytes_sparse, bytes_text, smaller))
+    for title, whole, kept, text_of, times in counts:
+        if whole and kept is not None:
+            tiles.append(Tile(title, text_of(kept), text_of(whole), f"{whole / kept:.3g} {times}" if kept else ""))
     return tiles

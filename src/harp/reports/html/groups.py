@@ -1,22 +1,26 @@
-"""Order in a heap of runs: which differ in the seed only, which are a method at several budgets, what comes first."""
+"""Grouping of runs: which differ only in the seed, which are one method at several budgets, and which to show first."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harp.evaluation.confidence import interval
 from harp.experiments.records import Accuracy
-from harp.reports.html.collect import Run
+from harp.reports.html.collect import Kind, Run
+from harp.reports.plots import Chart, Series
 
-Key = tuple[str, float | None, str]  # an attack's name, epsilon and norm; ("natural", None, "") without one
+Key = tuple[str, float | None, str]  # name, epsilon and norm of an attack
 NATURAL: Key = ("natural", None, "")
-_TOLD_APART_BY = 2  # options in a label
+_OPTIONS = 2  # in a label
+Values = Sequence[float | None]
+Points = tuple[Sequence[float], Values, Values, Values]  # x, y and the ends of intervals, which may be empty
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An accuracy: of one run with the interval of its images, or the mean of several seeds with theirs."""
+    """An accuracy: of one run with the interval of its images, or the mean of several seeds with its interval."""
 
     value: float
     low: float
@@ -31,7 +35,7 @@ class Estimate:
 
 
 def estimate(results: Sequence[Accuracy]) -> Estimate | None:
-    """What some runs' numbers of the same kind come to."""
+    """The estimate of some runs' accuracies of one kind."""
     if not results:
         return None
     first = results[0]
@@ -48,51 +52,29 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return max(0.0, mean - half), min(1.0, mean + half)
 
 
+def share_text(share: float) -> str:
+    """A share in per cent, with as many digits as it needs."""
+    return f"{100 * share:.3g} %"
+
+
 @dataclass(frozen=True)
 class Variant:
-    """Runs that differ in the seed only."""
+    """Runs that differ only in the seed."""
 
     method: str
-    number: int  # of the method's style
+    style: int  # of the method, in charts
     runs: Sequence[Run]
-
-    @property
-    def share(self) -> float:
-        """The share of the budget's unit that is kept."""
-        return sum(run.kept for run in self.runs) / sum(run.size for run in self.runs)
+    kind: str  # what was pruned: weights or channels
+    unit: str  # what the budget counts
+    share: float  # that is kept of it
+    asked: float  # the share that the recipe asks for, or else the result: channels seldom meet a budget exactly
+    budget: str  # the asked share in words
+    label: str  # method and budget in short
 
     @property
     def dense(self) -> bool:
         """Whether nothing was pruned."""
-        return all(run.kept == run.size for run in self.runs)
-
-    @property
-    def kind(self) -> str:
-        """What was pruned: weights or channels."""
-        return self.runs[0].kind
-
-    @property
-    def unit(self) -> str:
-        """What the budget counts."""
-        return self.runs[0].unit
-
-    @property
-    def asked(self) -> float:
-        """The share that the recipe asks for, or else as it came out: whole channels seldom meet it to the digit."""
-        return _asked(self.runs[0])
-
-    @property
-    def budget(self) -> str:
-        """The share in words: as the recipe asks for it, or else as it came out; of what, unless it is of weights."""
-        share = share_text(self.asked)
-        return share if self.unit == "weights" else f"{share} of the {self.unit}"
-
-    @property
-    def label(self) -> str:
-        """Method and budget, in short."""
-        if self.dense:
-            return self.method
-        return f"{self.method}, {share_text(self.asked)}{'' if self.unit == 'weights' else f' {self.unit}'}"
+        return self.share == 1
 
     @property
     def seeds(self) -> str:
@@ -104,13 +86,8 @@ class Variant:
         return estimate([result for run in self.runs for result in run.results if result.key == key])
 
     def before(self, key: Key) -> Estimate | None:
-        """The same of the networks before pruning."""
+        """An accuracy of the networks before pruning."""
         return estimate([result for run in self.runs for result in run.summary.dense if result.key == key])
-
-
-def share_text(share: float) -> str:
-    """A share in per cent, with as many digits as it needs."""
-    return f"{100 * share:.3g} %"
 
 
 @dataclass(frozen=True)
@@ -119,66 +96,80 @@ class Runs:
 
     all: Sequence[Run]
     variants: Sequence[Variant]
+    pruned: Sequence[Variant]
+    methods: Sequence[str]  # that prune, in the order of their styles
+    units: Sequence[str]  # what the budgets count: shares of different things are not compared
     attacks: Sequence[Key]  # that some run was tested under
-    robust: Key | None  # the one that runs are compared by
+    robust: Key | None  # the attack that runs are compared by
 
     @property
-    def methods(self) -> list[str]:
-        """The names of the methods that prune, in the order of their styles."""
-        found = {variant.method: variant.number for variant in self.variants if not variant.dense}
-        return sorted(found, key=lambda method: found[method])
-
-    @property
-    def pruned(self) -> list[Variant]:
-        """The variants that pruned something."""
-        return [variant for variant in self.variants if not variant.dense]
-
-    @property
-    def units(self) -> list[str]:
-        """What the budgets count: shares of different things are not compared."""
-        return list(dict.fromkeys(variant.unit for variant in self.pruned or self.variants))
+    def seeds(self) -> bool:
+        """Whether some variant was run with several seeds."""
+        return any(len(variant.runs) > 1 for variant in self.variants)
 
     @property
     def lead(self) -> Variant:
-        """What to show first: at the smallest budget, what is best under attack (or without one).
+        """The variant to show first: at the smallest budget, the best under attack (or without one).
 
-        Of budgets that count different things, those of most networks.
+        If budgets count different things, it is one of those that most networks count.
         """
-        every = self.pruned or list(self.variants)
-        counted = [variant.unit for variant in every]
-        pool = [variant for variant in every if variant.unit == max(self.units, key=counted.count)]
-        budgets = {round(variant.asked, 4) for variant in pool}
-        smallest = [variant for variant in pool if round(variant.asked, 4) == min(budgets)]
-        key = self.robust or NATURAL
-        return max(smallest, key=lambda variant: found.value if (found := variant.after(key)) else -1.0)
+        variants = self.pruned or self.variants
+        counted = [variant.unit for variant in variants]
+        same = [variant for variant in variants if variant.unit == max(self.units, key=counted.count)]
+        smallest = min(round(variant.asked, 4) for variant in same)
+        results = [(variant, variant.after(self.robust or NATURAL)) for variant in same]
+        smallest_first = [(v, result) for v, result in results if round(v.asked, 4) == smallest]
+        return max(smallest_first, key=lambda pair: -1.0 if pair[1] is None else pair[1].value)[0]
 
     def led(self) -> list[Variant]:
-        """The variants, the first to show first."""
+        """The variants, with the one to show first in front."""
         lead = self.lead
         return [lead, *(variant for variant in self.variants if variant is not lead)]
 
+    def records(self, kind: type[Kind]) -> list[tuple[Variant, Run, Kind]]:
+        """What evaluations found of a kind, that of the variant to show first in front."""
+        return [(variant, run, record) for variant in self.led() for run in variant.runs for record in run.of(kind)]
+
     def class_name(self, run: Run, number: int) -> str:
-        """A class in words, as a file of the run has it, or one of another run on the same data."""
-        known = [other.classes for other in [run, *self.all] if other.data == run.data and other.classes]
-        names = known[0] if known else []
+        """The name of a class, from a file of the run or of another run on the same data."""
+        names = next((other.classes for other in [run, *self.all] if other.data == run.data and other.classes), [])
         return names[number] if 0 <= number < len(names) else f"class {number}"
 
     def panels(self, variants: Iterable[Variant]) -> list[tuple[str, list[tuple[str, int, Variant]]]]:
-        """Variants for drawing: title of a panel, and label, style and variant of each line in it.
+        """Variants for drawing: the title of a panel, and label, style and variant of each line in it.
 
-        Several methods at several budgets are a panel a budget, and a method looks the same in all of them. One method
-        at several budgets, or several methods at one, are one panel.
+        Several methods at several budgets get one panel per budget, with the same style per method in all of them. One
+        method at several budgets, or several methods at one budget, get one panel.
         """
         chosen = list(variants)
         budgets = list(dict.fromkeys(variant.budget for variant in chosen))
         if len(budgets) > 1 and len({variant.method for variant in chosen if not variant.dense}) > 1:
             return [
-                (_of_what(budget), [(v.method, v.number, v) for v in chosen if v.budget == budget])
-                for budget in budgets
+                (_of_what(budget), [(v.method, v.style, v) for v in chosen if v.budget == budget]) for budget in budgets
             ]
         if len(budgets) == 1:
-            return [("", [(variant.method, variant.number, variant) for variant in chosen])]
+            return [("", [(variant.method, variant.style, variant) for variant in chosen])]
         return [("", [(variant.label, number, variant) for number, variant in enumerate(chosen)])] if chosen else []
+
+    def charts(self, variants: Iterable[Variant], points: Callable[[Variant], Points], chart: Chart) -> list[Chart]:
+        """A chart per panel, like `chart` and with its series first.
+
+        All of them have the same horizontal axis.
+        """
+        charts = [
+            replace(
+                chart,
+                title=title,
+                series=[*chart.series, *(Series(name, style, *points(v)) for name, style, v in lines)],
+            )
+            for title, lines in self.panels(variants)
+        ]
+        along = [s.y if chart.rows else s.x for one in charts for s in one.series]
+        known = [value for values in along for value in values if value]
+        if not known or (chart.whole and chart.rows):
+            return charts
+        limits = (min(known) / 1.15, min(max(known) * 1.15, 100.0 if chart.unit == " %" else math.inf))
+        return [replace(one, limits=limits if chart.log else (0.0, 1.03 * max(known))) for one in charts]
 
 
 def _of_what(budget: str) -> str:
@@ -188,22 +179,33 @@ def _of_what(budget: str) -> str:
 def arrange(runs: Sequence[Run]) -> Runs:
     """Group the runs: by what their budgets count, methods in the order given, budgets from large to small."""
     labels = _labels(runs)
-    pruned = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
-    numbers = {label: number for number, label in enumerate(dict.fromkeys([*pruned, *labels]))}
+    methods = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
+    styles = {label: number for number, label in enumerate(dict.fromkeys([*methods, *labels]))}
     groups: dict[tuple[str, str, int, str, str], list[Run]] = {}
     for run, label in zip(runs, labels, strict=True):
         groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), _content(run.recipe)), []).append(run)
-    variants = [
-        Variant(label, numbers[label], sorted(group, key=lambda run: run.seed)) for (label, *_), group in groups.items()
-    ]
+    variants = [_variant(label, styles[label], group) for (label, *_), group in groups.items()]
     units = list(dict.fromkeys(run.unit for run in runs))
-    variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.number))
+    variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.style))
+    pruned = [variant for variant in variants if not variant.dense]
+    units = list(dict.fromkeys(variant.unit for variant in pruned or variants))
     attacks = list(dict.fromkeys(result.key for run in runs for result in run.results if result.attack is not None))
-    return Runs(runs, variants, attacks, _compared_by(runs, attacks))
+    return Runs(runs, variants, pruned, list(dict.fromkeys(methods)), units, attacks, _compared_by(runs, attacks))
+
+
+def _variant(method: str, style: int, runs: Sequence[Run]) -> Variant:
+    first, asked = runs[0], _asked(runs[0])
+    share = sum(run.kept for run in runs) / sum(run.size for run in runs)
+    budget, label = share_text(asked), f"{method}, {share_text(asked)}"
+    if first.unit != "weights":
+        budget, label = f"{budget} of the {first.unit}", f"{label} {first.unit}"
+    label = method if share == 1 else label
+    seeds = sorted(runs, key=lambda run: run.seed)
+    return Variant(method, style, seeds, first.kind, first.unit, share, asked, budget, label)
 
 
 def _compared_by(runs: Sequence[Run], attacks: Sequence[Key]) -> Key | None:
-    """The attack that most runs were tested under, and of those at the epsilon of the recipes the strongest."""
+    """The attack that most runs were tested under; of several, the strongest at the epsilon of the recipes."""
     if not attacks:
         return None
     usual = [result.epsilon for run in runs for result in run.summary.results if result.attack is not None]
@@ -218,47 +220,43 @@ def _compared_by(runs: Sequence[Run], attacks: Sequence[Key]) -> Key | None:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run's method: the pruner's, with its strategy, and with more where that is not enough."""
-    plain = [_method(run.recipe) for run in runs]
+    """A name for each run's method: pruner and strategy, and the options that differ if that is ambiguous."""
+    labels = [_method(run.recipe) for run in runs]
     contents = [_content(run.recipe) for run in runs]
-    labels = list(plain)
-    # A pruned network's unit stands in its label anyway; a dense one has none.
-    alike = [(name, run.unit if run.kept < run.size else "") for name, run in zip(plain, runs, strict=True)]
-    for label, unit in sorted(set(alike)):
-        mine = [number for number, other in enumerate(alike) if other == (label, unit)]
-        places: dict[tuple[int, str], set[str]] = {}
-        for number in mine:
-            places.setdefault((runs[number].size, share_text(_asked(runs[number]))), set()).add(contents[number])
-        if all(len(found) == 1 for found in places.values()) and len({size for size, _ in places}) == 1:
+    # The unit of a pruned network is in its label anyway; a dense one has none.
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, run in enumerate(runs):
+        groups.setdefault((labels[index], run.unit if run.kept < run.size else ""), []).append(index)
+    for (label, _), members in groups.items():
+        recipes: dict[tuple[int, str], set[str]] = {}  # at each budget
+        for index in members:
+            recipes.setdefault((runs[index].size, share_text(_asked(runs[index]))), set()).add(contents[index])
+        if all(len(same) == 1 for same in recipes.values()) and len({size for size, _ in recipes}) == 1:
             continue
-        flat = {number: dict(_flat(json.loads(contents[number]))) for number in mine}
-        keys = dict.fromkeys(key for values in flat.values() for key in values)
-        differ = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
-        for number in mine:
-            own = [
-                f"{key.rsplit('.', 1)[-1]}={flat[number][key]}"
-                for key in differ[:_TOLD_APART_BY]
-                if key in flat[number]
-            ]
-            labels[number] = f"{label}:{','.join(own)}" if own else label
+        options = {index: dict(_flat(json.loads(contents[index]))) for index in members}
+        keys = dict.fromkeys(key for values in options.values() for key in values)
+        differ = [key for key in keys if len({repr(values.get(key)) for values in options.values()}) > 1][:_OPTIONS]
+        for index, values in options.items():
+            words = [f"{key.rsplit('.', 1)[-1]}={values[key]}" for key in differ if key in values]
+            labels[index] = f"{label}:{','.join(words)}" if words else label
     return labels
 
 
-def pruner_of(recipe: dict[str, Any]) -> dict[str, Any]:
+def _pruner_of(recipe: dict[str, Any]) -> dict[str, Any]:
     """The pruner that decided what is kept; dense if there was none."""
     pruners = [stage.get("pruner") for stage in recipe["stages"] if isinstance(stage, dict)]
     named = [{"name": pruner} if isinstance(pruner, str) else pruner for pruner in pruners]
-    found = [p for p in named if isinstance(p, dict) and p.get("name") not in ("dense", "fixed")]
-    return found[-1] if found else {"name": "dense"}
+    chosen = [p for p in named if isinstance(p, dict) and p.get("name") not in ("dense", "fixed")]
+    return chosen[-1] if chosen else {"name": "dense"}
 
 
 def _asked(run: Run) -> float:
-    keep = pruner_of(run.recipe).get("keep")
+    keep = _pruner_of(run.recipe).get("keep")
     return keep if isinstance(keep, float) else run.kept / run.size
 
 
 def _method(recipe: dict[str, Any]) -> str:
-    pruner = pruner_of(recipe)
+    pruner = _pruner_of(recipe)
     strategy = pruner.get("strategy")
     extra = "" if strategy is None else f"+{strategy}" if isinstance(strategy, str) else "+given rates"
     return f"{pruner.get('name', 'unnamed')}{extra}"
@@ -277,11 +275,8 @@ def _without_keep(value: Any) -> Any:
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _flat(item, f"{path}.{key}")
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from _flat(item, f"{path}.{number}")
     else:
         yield path, value

@@ -1,193 +1,131 @@
-"""The report's chapters on the network: where the budget went, how it was learned, what the weights look like."""
+"""The report's chapters on the network: where the budget went, what the weights look like, training and cost."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harp.reports.html import chart, scale
-from harp.reports.html.accuracy import legend, per_cent
-from harp.reports.html.blocks import Block, Figure, Key, Panel, Section, Table, folded
-from harp.reports.html.chart import Axis, Border, Point, Series
+from harp.experiments.records import StageFile
+from harp.pruning import masks
+from harp.reports.html.accuracy import per_cent
+from harp.reports.html.blocks import Block, Figure, Section, Table, figure, folded, section
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import Runs, Variant
-from harp.reports.html.histograms import Histogram
+from harp.reports.plots import Chart, Series
+from harp.reports.tables import bytes_text, count_text
 from harp.system.progress import duration
+from harp.system.tensors import load_tensors
 
-_MOST_ROWS = 120  # of a table of epochs; the data file has all
-_BEFORE = 13  # the style of the network before pruning: one that few comparisons get to
+_EPOCHS = 120  # rows of a table of epochs; the data file has all
+_BEFORE = 13  # the style of the network before pruning, which few comparisons use otherwise
+_BINS, _FEW_BINS, _MANY = 32, 16, 200  # bins of a histogram, fewer if there are not many weights
 
 
-def layers(runs: Runs) -> Section:
-    """The share and the number of weights or channels that every layer keeps, and what that saves of its work."""
+def layers(runs: Runs) -> Section | None:
+    """The share and the number of weights or channels that every layer keeps, and how many multiplications are left."""
     shapes: dict[tuple[str, ...], list[Variant]] = {}
     for variant in runs.pruned or runs.variants:
         names = [layer.name for layer in variant.runs[0].summary.layers]
         shapes.setdefault((variant.kind, *names), []).append(variant)
-    blocks: list[Block] = []
+    figures = []
     for (kind, *names), variants in shapes.items():
-        blocks += [_layer_figure(runs, _PRUNED[kind == "channels"], names, variants, rates) for rates in (True, False)]
-    blocks += _work(runs)
-    kinds = {kind for kind, *_ in shapes}
-    lead = "A strategy is how a budget is spread over the layers."
-    if kinds != {"channels"}:
-        lead += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
-    if "channels" in kinds:
-        lead += (
-            " Channels that the same weights give and read are one row, named after the first weight that reads them."
+        channels = kind == "channels"
+        sizes = [float(layer.size) for layer in variants[0].runs[0].summary.layers]
+        first = ("read by" if channels else "layer", kind, sizes)
+        axis = (
+            "channels kept, by the layer that reads them (%)"
+            if channels
+            else "weights kept of each layer (%, log scale)"
         )
-    return Section("layers", "Layers", lead, blocks)
+        figures.append(_layer_figure(runs, f"{kind} rates", axis, variants, names, _rates, first))
+        axis = f"{'width, by the layer that reads it' if channels else 'weights kept in each layer'} (log scale)"
+        figures.append(_layer_figure(runs, f"{kind} numbers", axis, variants, names, _numbers, first, before=channels))
+    kinds = {kind for kind, *_ in shapes}
+    more = ""
+    if kinds != {"channels"}:
+        more += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
+    if "channels" in kinds:
+        more += " Channels that the same weights write and read are one row, named after the first that reads them."
+    return section("layers", [*figures, *_multiplications(runs)], kinds=more)
 
 
-@dataclass(frozen=True)
-class _Words:
-    """How the figures speak of what was pruned."""
+def _layer_figure(
+    runs: Runs,
+    name: str,
+    axis: str,
+    variants: Sequence[Variant],
+    names: Sequence[str],
+    values: Callable[[Variant], list[float]],
+    first: tuple[str, str, list[float]],
+    before: bool = False,
+    **more: str,
+) -> Figure:
+    """A row per layer, a line per network.
 
-    noun: str
-    row: str
-    axes: tuple[str, str]  # of rates and of numbers
-    titles: tuple[str, str]
-    captions: tuple[str, str]
-    whole: bool  # whether a layer is shown as a part of the whole one, which is far from nothing
-
-
-_PRUNED = (
-    _Words(
-        "weights",
-        "layer",
-        ("weights kept of each layer", "weights kept in each layer"),
-        ("Compression rate per layer", "Preserved weights per layer"),
-        (
-            "From the input (top) to the output (bottom): the share of its weights that a layer keeps.",
-            "The same as numbers of weights: what is left of large layers can still be most of the network.",
-        ),
-        whole=False,
-    ),
-    _Words(
-        "channels",
-        "read by",
-        ("channels kept, by the layer that reads them", "width, by the layer that reads it"),
-        ("Channels kept", "Widths"),
-        (
-            "From the input (top) to the output (bottom): the share of the channels that is kept.",
-            "The same as numbers of channels: the widths of the smaller network, beside those of the whole one.",
-        ),
-        whole=True,
-    ),
-)
-
-
-def _layer_figure(runs: Runs, words: _Words, names: Sequence[str], variants: Sequence[Variant], rates: bool) -> Figure:
-    short = [name.removesuffix(".weight") for name in names]
-    drawn = runs.panels(variants)
-    values = [value for variant in variants for value in _per_layer(variant, rates)]
-    what = words.axes[not rates]
-    first = variants[0].runs[0].summary.layers
-    before = [Point(row, layer.size) for row, layer in enumerate(first)] if words.whole and not rates else []
-    if rates and words.whole:
-        span = scale.fit([0.0, 100.0], room=0.0)
-    elif rates:
-        span = scale.fit(values, log=True, room=0.05, most=100.0)
-    else:
-        span = scale.fit([*(one.y for one in before), *(max(value, 0.5) for value in values)], log=True, room=0.05)
-    panels = []
-    for title, lines in drawn:
-        series = [Series("before pruning", _BEFORE, before)] if before else []
-        for label, number, variant in lines:
-            found = _per_layer(variant, rates)
-            points = [
-                Point(row, value if value > 0 else None, text=f"{label}, {short[row]}: {_layer_text(value, rates)}")
-                for row, value in enumerate(found)
-            ]
-            series.append(Series(label, number, points))
-        axis = Axis(f"{what} ({', '.join(['%'] * rates + ['log scale'] * span.log)})", span)
-        panels.append(Panel(chart.rows(f"{what} {title}", short, series, axis, joined=True), title))
-    empty = any(value == 0 for value in values)
-    note = " A layer that keeps nothing has no mark." if empty else ""
-    columns = [words.row, words.noun, *(variant.label for variant in variants)]
+    `first` is the first two columns of the table: their titles and the numbers of the network before pruning, which
+    are drawn too if `before`.
+    """
+    short, (row_title, column_title, sizes) = [name.removesuffix(".weight") for name in names], first
+    unit, log = " %" if values is _rates else "", "log scale" in axis
+    drawn = [Series("before pruning", _BEFORE, range(len(names)), sizes)] if before else []
+    chart = Chart("", axis, "", drawn, short, unit=unit, log=log, whole=not log)
+    columns = [values(variant) for variant in variants]
     rows = [
-        [name, f"{first[row].size:,}", *(_layer_text(_per_layer(variant, rates)[row], rates) for variant in variants)]
-        for row, name in enumerate(short)
+        [layer, f"{sizes[row]:,.0f}", *(f"{c[row]:.3g} %" if unit else f"{c[row]:,.0f}" for c in columns)]
+        for row, layer in enumerate(short)
     ]
-    table = Table(columns, rows, note=_seeds(variants))
-    keys = [*([Key("before pruning", _BEFORE)] if before else []), *legend(drawn)]
-    return Figure(words.titles[not rates], f"{words.captions[not rates]}{note}", panels, table, keys)
+    if values is _macs:
+        rows.append(["all layers", *(f"{sum(column):,.0f}" for column in (sizes, *columns))])
+    note = "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
+    return figure(
+        name,
+        runs.charts(variants, lambda variant: (range(len(names)), values(variant), (), ()), chart),
+        Table([row_title, column_title, *(variant.label for variant in variants)], rows, note=note),
+        empty=" A layer that keeps nothing has no mark." if any(0 in column for column in columns) else "",
+        **more,
+    )
 
 
-def _seeds(variants: Sequence[Variant]) -> str:
-    return "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
+def _rates(variant: Variant) -> list[float]:
+    """The percentage that each layer keeps, as the mean of the seeds."""
+    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
+    return [sum(100 * layer.kept / layer.size for layer in column) / len(column) for column in columns]
 
 
-def _work(runs: Runs) -> list[Figure]:
-    """The multiplications of every layer before and after pruning, a figure an architecture."""
+def _numbers(variant: Variant) -> list[float]:
+    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
+    return [sum(layer.kept for layer in column) / len(column) for column in columns]
+
+
+def _macs(variant: Variant) -> list[float]:
+    costs = [run.summary.cost.layers for run in variant.runs if run.summary.cost]
+    return [sum(layer.macs_kept for layer in column) / len(column) for column in zip(*costs, strict=True)]
+
+
+def _multiplications(runs: Runs) -> list[Figure]:
+    """The multiplications of every layer before and after pruning, one figure per architecture."""
     alike: dict[tuple[tuple[str, int], ...], list[Variant]] = {}
     for variant in runs.pruned or runs.variants:
         costs = [run.summary.cost.layers if run.summary.cost else [] for run in variant.runs]
         shapes = {tuple((layer.name, layer.macs) for layer in layers) for layers in costs}
         if len(shapes) == 1 and costs[0]:
             alike.setdefault(shapes.pop(), []).append(variant)
-    return [_work_figure(runs, layers, variants) for layers, variants in alike.items()]
-
-
-def _work_figure(runs: Runs, layers: Sequence[tuple[str, int]], variants: Sequence[Variant]) -> Figure:
-    short = [name.removesuffix(".weight") for name, _ in layers]
-    before = [float(macs) for _, macs in layers]
-    drawn = runs.panels(variants)
-    span = scale.fit([*before, *(value for variant in variants for value in _macs(variant))], log=True, room=0.05)
-    panels = []
-    for title, lines in drawn:
-        shown = [("before pruning", _BEFORE, before), *((label, n, _macs(variant)) for label, n, variant in lines)]
-        series = []
-        for label, number, values in shown:
-            texts = [f"{label}, {name}: {value:,.0f}" for name, value in zip(short, values, strict=True)]
-            points = [Point(row, value if value > 0 else None, text=texts[row]) for row, value in enumerate(values)]
-            series.append(Series(label, number, points))
-        axis = Axis("multiplications of one image (log scale)", span)
-        panels.append(Panel(chart.rows(f"multiplications per layer {title}", short, series, axis, joined=True), title))
-    rows = [
-        [name, *(f"{values[row]:,.0f}" for values in (before, *map(_macs, variants)))] for row, name in enumerate(short)
-    ]
-    rows.append(["all layers", *(f"{sum(values):,.0f}" for values in (before, *map(_macs, variants)))])
-    channels = {variant.kind == "channels" for variant in variants}
-    skipped = " Those of pruned weights are saved only by software that skips zeros." if False in channels else ""
-    smaller = " Those of channels that were cut out are saved by any software." if True in channels else ""
-    return Figure(
-        "Multiplications (MACs) per layer",
-        f"How often one image is multiplied by a weight of each layer, before and after pruning.{skipped}{smaller}",
-        panels,
-        Table(["layer", "before pruning", *(variant.label for variant in variants)], rows, note=_seeds(variants)),
-        [Key("before pruning", _BEFORE), *legend(drawn)],
-    )
-
-
-def _macs(variant: Variant) -> list[float]:
-    """The multiplications that are left of each layer, as the mean of the seeds."""
-    costs = [run.summary.cost.layers for run in variant.runs if run.summary.cost]
-    return [sum(layer.macs_kept for layer in column) / len(column) for column in zip(*costs, strict=True)]
-
-
-def _per_layer(variant: Variant, rates: bool) -> list[float]:
-    """Per cent or number of the units that each layer keeps, as the mean of the seeds."""
-    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
-    return [
-        sum(100 * layer.kept / layer.size if rates else layer.kept for layer in column) / len(column)
-        for column in columns
-    ]
-
-
-def _layer_text(value: float, rates: bool) -> str:
-    return f"{value:.3g} %" if rates else f"{value:,.0f}"
+    figures = []
+    for layers, variants in alike.items():
+        kinds = {variant.kind for variant in variants}
+        saved = " Only software that skips zeros saves those of pruned weights." * ("weights" in kinds)
+        saved += " Any software saves those of channels that were cut out." * ("channels" in kinds)
+        names, first = [name for name, _ in layers], ("layer", "before pruning", [float(macs) for _, macs in layers])
+        axis = "multiplications of one image (log scale)"
+        figures.append(_layer_figure(runs, "macs", axis, variants, names, _macs, first, before=True, saved=saved))
+    return figures
 
 
 def learning(runs: Runs) -> Section | None:
     """Accuracy, loss, budget loss and γ over the epochs of all stages."""
-    found = [(variant, run) for variant in runs.led() for run in variant.runs[:1] if _epochs(run)]
-    if not found:
-        return None
-    figures = [_training(variant, run) for variant, run in found]
-    seeds = " Of several seeds the first is shown." if any(len(variant.runs) > 1 for variant in runs.variants) else ""
-    lead = f"Pre-training, pruning and fine-tuning, measured on held-out training images after every epoch.{seeds}"
-    return Section("learning", "Learning", lead, folded(figures, "networks"))
+    figures = [_training(variant, variant.runs[0]) for variant in runs.led() if _epochs(variant.runs[0])]
+    seeds = " Of several seeds the first is shown." if runs.seeds else ""
+    return section("learning", folded(figures, "networks"), seeds=seeds)
 
 
 def _epochs(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
@@ -195,75 +133,60 @@ def _epochs(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     return [(file.stage, record) for file in run.stages.values() if file for record in file.history]
 
 
-_PANELS = (
-    ("accuracy on held-out images (%)", (("natural", "natural"), ("robust", "robust")), 100.0),
-    ("training loss", (("loss", "loss"),), 1.0),
-    ("budget loss L_HW (share above the budget)", (("budget_loss", "budget loss"),), 1.0),
-    ("γ, weight of the budget loss", (("gamma", "γ"),), 1.0),
+_TRAINING_CHARTS = (
+    ("accuracy on held-out images (%)", ("natural", "robust"), 100.0),
+    ("training loss", ("loss",), 1.0),
+    ("budget loss L_HW (share above the budget)", ("budget_loss",), 1.0),
+    ("γ, weight of the budget loss", ("gamma",), 1.0),
 )
-_EXPLAINED = {
-    "loss": "The loss is the objective's own (under attack, L_rob).",
-    "budget_loss": "The budget loss is how far the learned rates are above the budget, relative to it.",
-}
+_NAMES = {"natural": "natural", "robust": "robust", "loss": "loss", "budget_loss": "budget loss", "gamma": "γ"}
 
 
 def _training(variant: Variant, run: Run) -> Figure:
     epochs = _epochs(run)
-    borders, rings, start = [], [], 0
+    stages, chosen, start = [], [], 0
     for file in run.stages.values():
         if file and file.history:
-            end = start + len(file.history)
-            borders.append(Border(start + 0.5, end + 0.5, file.stage))
-            if file.chosen_epoch:
-                rings.append(start + file.chosen_epoch - 1)
-            start = end
-    span = scale.Scale(0.5, max(1.5, start + 0.5))
-    ticks = [tick for tick in span.ticks(7) if tick >= 1 and tick == round(tick)]
-    panels: list[Panel] = []
-    keys: list[Key] = []
-    for label, wanted, factor in _PANELS:
-        series: list[Series] = []
-        for key, name in wanted:
-            values = [_number(record.get(key)) for _, record in epochs]
-            if any(value is not None for value in values):
-                points = [
-                    Point(
-                        number,
-                        None if value is None else factor * value,
-                        text=f"{name}, epoch {number}: {value or 0:.4g}",
-                    )
-                    for number, value in enumerate(values, 1)
-                ]
-                style = len(series)
-                ring = [place for place in rings if place < len(points)] if key == "robust" else []
-                series.append(Series(name, style, points, ring))
-        if not series:
-            continue
-        if factor == 100 and not any(one.ring for one in series):
-            series = [Series(one.name, one.number, one.points, rings) for one in series]
-        shown = [point.y for one in series for point in one.points]
-        limit = 100.0 if factor == 100 else math.inf
-        y = Axis(label, scale.fit(shown, room=0.1, least=0.0, most=limit))
-        x = Axis("epoch", span, ticks)
-        short = sum(point.y is not None for point in series[0].points) <= 30
-        svg = chart.curves(f"{label}: {variant.label}", series, x, y, borders=borders, marked=short, height=206)
-        panels.append(Panel(svg))
-        keys = keys or [Key(one.name, one.number) for one in series]
-    present = {key for _, record in epochs for key in record}
-    text = " ".join(words for key, words in _EXPLAINED.items() if key in present)
-    caption = f"Upright lines are the borders of the stages; a ring marks the epoch whose network was kept. {text}"
-    return Figure(f"Training of {variant.label}, seed {run.seed}", caption, panels, _epoch_table(epochs), keys)
+            stages.append((file.stage, len(file.history)))
+            chosen += [start + file.chosen_epoch - 1] if file.chosen_epoch else []
+            start += len(file.history)
+    charts = []
+    for label, keys, factor in _TRAINING_CHARTS:
+        columns = {key: [_number(record.get(key)) for _, record in epochs] for key in keys}
+        columns = {key: values for key, values in columns.items() if any(value is not None for value in values)}
+        series = [
+            Series(
+                _NAMES[key],
+                list(_NAMES).index(key),
+                range(1, start + 1),
+                [None if value is None else factor * value for value in values],
+                rings=chosen if factor == 100 and key == list(columns)[-1] else (),
+            )
+            for key, values in columns.items()
+        ]
+        if series:
+            unit = " %" if factor == 100 else ""
+            charts.append(Chart("", "epoch", label, series, unit=unit, marked=start <= 30, stages=stages))
+    known = {key for _, record in epochs for key in record}
+    losses = ""
+    if "loss" in known:
+        losses += " The loss is that of the objective (under attack, L_rob)."
+    if "budget_loss" in known:
+        losses += " The budget loss is how far the learned rates are above the budget, relative to it."
+    values = {"network": variant.label, "seed": run.seed, "losses": losses}
+    return figure("training", charts, _epoch_table(epochs), **values)
 
 
 def _number(value: object) -> float | None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good and isinstance(value, (int, float)) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _epoch_table(epochs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     keys = [key for key in dict.fromkeys(key for _, record in epochs for key in record) if key != "epoch"]
     keys = [key for key in keys if any(_number(record.get(key)) is not None for _, record in epochs)]
-    every = math.ceil(len(epochs) / _MOST_ROWS)
+    every = math.ceil(len(epochs) / _EPOCHS)
     rows = [
         [stage, str(record.get("epoch", number)), *(_cell(record.get(key)) for key in keys)]
         for number, (stage, record) in enumerate(epochs, 1)
@@ -278,129 +201,114 @@ def _cell(value: object) -> str:
     return "–" if number is None else f"{number:.4g}".replace("-", "−")
 
 
-def weights(runs: Runs, found: Mapping[str, Sequence[Histogram]]) -> Section | None:
-    """The distribution of the kept weights, layer by layer; `found` is by the variant's label."""
-    figures: list[Figure] = []
-    for variant in runs.led():
-        drawn = found.get(variant.label)
-        if drawn:
-            panels = [
-                Panel(
-                    chart.histogram(f"weights of {one.layer}", one.counts, one.low, one.high),
-                    f"{chart.shorten(one.layer.removesuffix('.weight'), 20)} · {one.kept:,}",
-                )
-                for one in drawn
-            ]
-            rows = [[one.layer, f"{one.kept:,}", f"{one.high:.3g}", f"{one.deviation:.3g}"] for one in drawn]
-            figures.append(
-                Figure(
-                    f"Kept weights of {variant.label}",
-                    "Histograms of the values of the weights that are kept, a drawing a layer with its name and their "
-                    "number; each has an axis of its own from −max to max. A gap at zero means that small weights were "
-                    "the ones to go.",
-                    panels,
-                    Table(["layer", "kept", "largest", "standard deviation"], rows),
-                    small=True,
-                )
-            )
-    if not figures:
-        return None
-    seeds = " (the first seed)" if any(len(variant.runs) > 1 for variant in runs.variants) else ""
-    return Section(
-        "weights", "Weights", f"What the weights that are left look like{seeds}.", folded(figures, "networks")
-    )
+@dataclass(frozen=True)
+class Histogram:
+    """The distribution of the kept weights of a layer: counts in equal steps from low to high."""
+
+    layer: str
+    kept: int
+    low: float
+    high: float
+    counts: list[int]
+    deviation: float
 
 
-def cost(runs: Runs) -> Section:
+def histograms(run: Run) -> list[Histogram]:
+    """The distributions of the kept weights of every layer; none if the run has no file of weights."""
+    path, mask_path = run.folder / "model.safetensors", run.folder / "masks.safetensors"
+    if not path.is_file():
+        return []
+    weights, _ = load_tensors(path)
+    kept = masks.load(mask_path) if mask_path.is_file() else {}
+    costs = run.summary.cost.layers if run.summary.cost else []  # of channels, all layers that have weights
+    names = [layer.name for layer in (costs if run.kind == "channels" and costs else run.summary.layers)]
+    found = []
+    for name in (name for name in names if name in weights):
+        weight, mask = weights[name].detach().float(), kept.get(name)
+        values = weight[mask if mask is not None and mask.shape == weight.shape else weight != 0]
+        values = values[values.isfinite()]
+        end = float(values.abs().max()) or 1.0 if len(values) else 1.0
+        counts = values.histc(_BINS if len(values) >= _MANY else _FEW_BINS, -end, end).int().tolist()
+        spread = float(values.std()) if len(values) > 1 else 0.0
+        found.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
+    return found
+
+
+def weights(runs: Runs, measured: Mapping[str, Sequence[Histogram]]) -> Section | None:
+    """The distribution of the kept weights, layer by layer; `measured` is by the label of the variant."""
+    figures = [_weights(variant, measured[variant.label]) for variant in runs.led() if measured.get(variant.label)]
+    return section("weights", folded(figures, "networks"), seeds=" (the first seed)" if runs.seeds else "")
+
+
+def _weights(variant: Variant, measured: Sequence[Histogram]) -> Figure:
+    series = []
+    for one in measured:
+        steps = len(one.counts)
+        centres = [(2 * step + 1) / steps - 1 for step in range(steps)]
+        series.append(Series(f"{one.layer}: {one.kept:,} weights up to ±{one.high:.3g}", 1, centres, one.counts))
+    names = [one.layer.removesuffix(".weight") for one in measured]
+    rows = [[one.layer, f"{one.kept:,}", f"{one.high:.3g}", f"{one.deviation:.3g}"] for one in measured]
+    chart = Chart("", "weight, relative to the largest of its layer", "", series, names, "histograms")
+    table = Table(["layer", "kept", "largest", "standard deviation"], rows)
+    return figure("weights", [chart], table, network=variant.label)
+
+
+def cost(runs: Runs) -> Section | None:
     """Operations, parameters, size; epochs, time and energy."""
-    blocks: list[Block] = []
-    costs = [(variant, [run.summary.cost for run in variant.runs if run.summary.cost]) for variant in runs.led()]
-    known = [(variant, found[0]) for variant, found in costs if found]
-    if known:
-        rows = [
-            [
-                variant.label,
-                *_pair(found.macs, found.macs_kept, count_text),
-                *_pair(found.parameters, found.parameters_kept, count_text),
-                *_pair(found.bytes_dense, found.bytes_sparse, bytes_text),
-            ]
-            for variant, found in known
+    blocks: list[Block] = [_times(runs)]
+    costs = [(v, next((run.summary.cost for run in v.runs if run.summary.cost), None)) for v in runs.led()]
+    rows = [
+        [
+            variant.label,
+            *_pair(cost.macs, cost.macs_kept, count_text),
+            *_pair(cost.parameters, cost.parameters_kept, count_text),
+            *_pair(cost.bytes_dense, cost.bytes_sparse, bytes_text),
         ]
+        for variant, cost in costs
+        if cost
+    ]
+    if rows:
         columns = ["network", "MACs", "kept", "", "parameters", "kept", "", "bytes", "kept", ""]
         note = "MACs: multiplications of one image with weights that are not zero; about twice as many FLOPs."
-        kinds = {variant.kind for variant, _ in known if not variant.dense}
+        kinds = {variant.kind for variant, cost in costs if cost and not variant.dense}
         if "weights" in kinds:
             note += (
-                " Where single weights were pruned, the bytes are an estimate of values with their positions, and time "
-                "is saved only by software that skips zeros."
+                " If single weights were pruned, the bytes are an estimate for values with their positions, and only "
+                "software that skips zeros saves time."
             )
         if "channels" in kinds:
-            note += (
-                " Where channels were pruned, they are cut out: tensors are smaller, and any software saves the work."
-            )
-        blocks.append(Table(columns, rows, "Operations, parameters, size", note))
-    blocks.append(_times(runs))
-    return Section("cost", "Cost", "What the network costs to run and to store, and what making it took.", blocks)
+            note += " Pruned channels are cut out: tensors are smaller, and any software saves time."
+        blocks.insert(0, Table(columns, rows, "Operations, parameters, size", note))
+    return section("cost", blocks)
 
 
-def _pair(whole: int | None, part: int | None, text: Any) -> list[str]:
+def _pair(whole: int | None, part: int | None, text: Callable[[int], str]) -> list[str]:
     share = per_cent(part / whole) if whole and part is not None else "–"
     return ["–" if whole is None else text(whole), "–" if part is None else text(part), share]
 
 
-def count_text(count: int) -> str:
-    """A large number in short."""
-    for size, name in ((10**9, " G"), (10**6, " M"), (10**4, " k")):
-        if count >= size:
-            unit = size if size != 10**4 else 1000
-            return f"{count / unit:.3g}{name}"
-    return f"{count:,}"
-
-
-def bytes_text(count: int) -> str:
-    """A size of a file."""
-    for size, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= size:
-            return f"{count / size:.3g} {name}"
-    return f"{count} B"
-
-
 def _times(runs: Runs) -> Table:
-    rows, once, measured = [], dict[str, Any](), set[str]()
+    rows, stages = [], dict[str, StageFile]()
     for variant in runs.variants:
         for run in variant.runs:
-            files = [file for file in run.stages.values() if file]
-            once |= {name: file for name, file in run.stages.items() if file}
-            energy = [file.energy for file in files if file.energy]
-            measured |= {one.by for one in energy if one.by}
-            seconds = [file.seconds for file in files if file.seconds is not None]
-            rows.append(
-                [
-                    variant.label,
-                    str(run.seed),
-                    " + ".join(f"{file.epochs} {file.stage}" for file in files) or "–",
-                    duration(sum(seconds)) if seconds else "–",
-                    _energy([one.kwh for one in energy]),
-                    _carbon([one.co2_g for one in energy if one.co2_g is not None]),
-                ]
-            )
-    total = sum(file.seconds or 0.0 for file in once.values())
-    spent = [file.energy for file in once.values() if file.energy]
+            own = {name: file for name, file in run.stages.items() if file}
+            epochs = " + ".join(f"{file.epochs} {file.stage}" for file in own.values()) or "–"
+            rows.append([variant.label, str(run.seed), epochs, *_spent(list(own.values()))])
+            stages |= own
+    note = ""
     if len(runs.all) > 1:
-        carbon = [one.co2_g for one in spent if one.co2_g is not None]
-        rows.append(["all together", "", "", duration(total), _energy([one.kwh for one in spent]), _carbon(carbon)])
-    note = "Stages that runs share are in the time of each, and once in the sum." if len(runs.all) > 1 else ""
-    note += f" Energy measured by {', '.join(sorted(measured))}." if measured else ""
+        rows.append(["all together", "", "", *_spent(list(stages.values()))])
+        note = "Stages that runs share are in the time of each, and once in the sum."
+    measured = sorted({file.energy.by for file in stages.values() if file.energy and file.energy.by})
+    note += f" Energy measured by {', '.join(measured)}." if measured else ""
     return Table(["network", "seed", "epochs", "time", "energy", "CO₂"], rows, "Training", note.strip())
 
 
-def _energy(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{sum(values):.3g} kWh" if sum(values) >= 0.1 else f"{1000 * sum(values):.3g} Wh"
-
-
-def _carbon(values: Sequence[float]) -> str:
-    if not values:
-        return "–"
-    return f"{sum(values) / 1000:.3g} kg" if sum(values) >= 1000 else f"{sum(values):.3g} g"
+def _spent(stages: Sequence[StageFile]) -> list[str]:
+    """Time, energy and CO₂ of some stages."""
+    seconds = [stage.seconds for stage in stages if stage.seconds is not None]
+    kwh = [stage.energy.kwh for stage in stages if stage.energy]
+    grams = [stage.energy.co2_g for stage in stages if stage.energy and stage.energy.co2_g is not None]
+    energy = f"{sum(kwh):.3g} kWh" if sum(kwh) >= 0.1 else f"{1000 * sum(kwh):.3g} Wh"
+    carbon = f"{sum(grams) / 1000:.3g} kg" if sum(grams) >= 1000 else f"{sum(grams):.3g} g"
+    return [duration(sum(seconds)) if seconds else "–", energy if kwh else "–", carbon if grams else "–"]

@@ -1,50 +1,45 @@
-"""The report's chapter on where its numbers come from, and what a reader has to be warned of."""
+"""The report's chapter on where its numbers come from, and the warnings about them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
 from harp.experiments.records import Checks, Corruptions, Curve, Distances
 from harp.reports.html.accuracy import attack_text, per_cent
-from harp.reports.html.blocks import Block, Code, Fold, Section, Table
+from harp.reports.html.blocks import Block, Code, Fold, Section, Table, section
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import NATURAL, Runs, Variant
 
-_FEW = 1000  # images: below, half an interval is more than three points
-_NAMES = 3  # of runs in a warning
+_FEW = 1000  # images: with fewer, half an interval is more than three points
+_NAMES = 3  # of networks in a warning
 
 
 def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
-    """What has to be known before the numbers are believed, the gravest first."""
-    found = [*_false_robustness(runs), *_unmet(runs), *_unlike(runs), *_tested(runs)]
-    bare = [variant.label for variant in runs.variants if not any(run.found or run.unknown for run in variant.runs)]
+    """What a reader has to know before believing the numbers, the gravest first."""
+    variants = runs.variants
+    lines = [*_failed_checks(runs), *_unmet_budgets(runs), *_differences(runs), *_images(runs)]
+    bare = [variant.label for variant in variants if not any(run.found or run.unknown for run in variant.runs)]
     if bare:
-        found.append(f"No evaluation beyond the run's own tests was found for {_some(bare, len(runs.variants))}.")
-    pgd = runs.robust is not None and not any("autoattack" in key[0].lower() or key[0] == "aa" for key in runs.attacks)
-    if pgd and runs.robust is not None:
-        found.append(f"No run was tested by an ensemble of attacks; {runs.robust[0]} alone can be too optimistic.")
+        lines.append(f"No evaluation beyond the run's own tests was found for {_some(bare, runs)}.")
     if runs.robust is None:
-        found.append("No run was tested under attack: nothing here says how robust these networks are.")
+        lines.append("No run was tested under attack: nothing here says how robust these networks are.")
+    elif not any("autoattack" in key[0].lower() or key[0] == "aa" for key in runs.attacks):
+        lines.append(f"No run was tested by an ensemble of attacks; {runs.robust[0]} alone can be too optimistic.")
     if len(runs.pruned) > 1 and all(len(variant.runs) == 1 for variant in runs.pruned):
-        found.append("One seed each: differences between networks may be those of seeds.")
-    gone = [v.label for v in runs.variants if any(None in run.stages.values() for run in v.runs)]
+        lines.append("One seed each: differences between networks may be differences between seeds.")
+    gone = [v.label for v in variants if any(None in run.stages.values() for run in v.runs)]
     if gone:
-        found.append(
-            f"The stages' folders are missing for {_some(gone, len(runs.variants))}: their learning is not shown."
-        )
+        lines.append(f"The folders of the stages are missing for {_some(gone, runs)}: their training is not shown.")
     if without_weights:
-        found.append(f"There is no file of weights for {_some(without_weights, len(runs.variants))}.")
-    found += [
-        f"{run.folder.name}: evaluation/{name} is of a kind that is not known here."
-        for run in runs.all
-        for name in run.unknown
+        lines.append(f"There is no file of weights for {_some(without_weights, runs)}.")
+    lines += [
+        f"{run.folder.name}: evaluation/{name} is of an unknown kind." for run in runs.all for name in run.unknown
     ]
-    return found
+    return lines
 
 
 def warnings(runs: Runs) -> list[str]:
-    """What the runs themselves warn of: networks at chance level, budgets that were not met in training."""
+    """The warnings of the runs themselves: networks at chance level, budgets that were not met in training."""
     single = len(runs.all) == 1
     return [
         text if single else f"{variant.label}, seed {run.seed}: {text}"
@@ -54,137 +49,121 @@ def warnings(runs: Runs) -> list[str]:
     ]
 
 
-def _some(names: Sequence[str], of: int) -> str:
-    if len(names) == of > 1:
-        return "any network" if of > 1 else names[0]
+def _some(names: Sequence[str], runs: Runs) -> str:
+    if len(names) == len(runs.variants) > 1:
+        return "any network"
     more = len(names) - _NAMES
     return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _false_robustness(runs: Runs) -> list[str]:
-    found = []
+def _failed_checks(runs: Runs) -> list[str]:
+    files, robustness = [], []
     for variant in runs.variants:
-        bad = [f.check for run in variant.runs for one in run.of(Checks) for f in one.findings if f.verdict == "bad"]
-        if bad:
-            names = ", ".join(dict.fromkeys(bad))
-            found.append(f"{variant.label}: a check for false robustness failed ({names}); see below.")
+        for record in (record for run in variant.runs for record in run.deployed):
+            failed = dict.fromkeys(one.check for one in record.checks if one.verdict == "bad")
+            if failed:
+                name = f"{variant.label}, {record.artefact.file}"
+                files.append(f"{name}: a check of the deployed file failed ({', '.join(failed)}); see below.")
+        findings = [finding for run in variant.runs for record in run.of(Checks) for finding in record.findings]
+        failed = dict.fromkeys(finding.check for finding in findings if finding.verdict == "bad")
+        if failed:
+            names = ", ".join(failed)
+            robustness.append(f"{variant.label}: a check for false robustness failed ({names}); see below.")
         natural = variant.after(NATURAL)
         for key in runs.attacks:
             after = variant.after(key)
             if natural and after and after.value > natural.value:
-                found.append(
+                robustness.append(
                     f"{variant.label}: more accurate under {attack_text(key)} than without: the attack failed."
                 )
-    return found
+    return [*files, *robustness]
 
 
-def _unmet(runs: Runs) -> list[str]:
+def _unmet_budgets(runs: Runs) -> list[str]:
     late = [variant.label for variant in runs.variants if any(map(_never_ready, variant.runs))]
-    if not late:
-        return []
-    return [
-        f"The budget was not met in training by {_some(late, len(runs.variants))}: the last epoch's rates were scaled "
-        "to it. Train longer, or let γ grow faster."
-    ]
+    text = "the rates of the last epoch were scaled to it. Train longer, or let γ grow faster."
+    return [f"The budget was not met in training by {_some(late, runs)}: {text}"] if late else []
 
 
 def _never_ready(run: Run) -> bool:
-    """The same for runs of older versions, which do not warn of it themselves."""
+    """Whether the budget was not met, for runs of older versions, which do not warn of it themselves."""
     if run.summary.warnings is not None:
         return False
     files = [file for file in run.stages.values() if file and any("ready" in record for record in file.history)]
     return any(not any(record.get("ready", True) for record in file.history) for file in files)
 
 
-def _unlike(runs: Runs) -> list[str]:
+def _differences(runs: Runs) -> list[str]:
     """Differences that make a comparison unfair."""
     if len(runs.all) == 1:
         return []
-    found = []
+    lines = []
     if len(runs.units) > 1:
         counted = ", ".join(runs.units)
-        found.append(f"The budgets count different things ({counted}): their shares can't be compared with each other.")
-    pairs: list[tuple[str, set[str]]] = [
+        lines.append(f"The budgets count different things ({counted}): their shares can't be compared with each other.")
+    properties: list[tuple[str, set[str]]] = [
         ("data sets", {run.data for run in runs.all}),
         ("measures", {result.measure for run in runs.all for result in run.results}),
     ]
     for unit in dict.fromkeys(run.unit for run in runs.all):
         what = "numbers of prunable weights" if unit == "weights" else f"numbers of {unit} before pruning"
-        pairs.append((what, {f"{run.size:,}" for run in runs.all if run.unit == unit}))
-    for what, values in pairs:
+        properties.append((what, {f"{run.size:,}" for run in runs.all if run.unit == unit}))
+    for what, values in properties:
         if len(values) > 1:
-            found.append(f"The runs have different {what} ({', '.join(sorted(values))}): compare with care.")
+            lines.append(f"The runs have different {what} ({', '.join(sorted(values))}): compare with care.")
     if runs.robust is not None:
-        lacking = [variant.label for variant in runs.variants if variant.after(runs.robust) is None]
-        if lacking:
-            found.append(f"Not tested under {attack_text(runs.robust)}: {_some(lacking, len(runs.variants))}.")
-    return found
+        untested = [variant.label for variant in runs.variants if variant.after(runs.robust) is None]
+        if untested:
+            lines.append(f"Not tested under {attack_text(runs.robust)}: {_some(untested, runs)}.")
+    return lines
 
 
-def _tested(runs: Runs) -> list[str]:
-    found = []
+def _images(runs: Runs) -> list[str]:
+    """Warnings about tests or training on few images."""
+    lines = []
     results = [result for run in runs.all for result in run.results]
     least = min((result.n for result in results), default=0)
     if 0 < least < _FEW:
         widest = max(result.high - result.low for result in results if result.n == least) / 2
-        found.append(f"Few test images ({least:,}): an accuracy is known to ± {per_cent(widest)} only.")
-    others: list[int] = []
-    for run in runs.all:
-        records: list[Curve | Distances | Corruptions] = [*run.of(Curve), *run.of(Distances), *run.of(Corruptions)]
-        others += [record.n for record in records if record.n]
+        lines.append(f"Few test images ({least:,}): an accuracy is known to ± {per_cent(widest)} only.")
+    kinds = (Curve, Distances, Corruptions)
+    others = [record.n for run in runs.all for record in run.found if isinstance(record, kinds) and record.n]
     if others and min(others) < min(least, _FEW):
-        found.append(f"Curves, distances or corruptions were measured on few images ({min(others):,} and more).")
-    drawn = [_examples(run) for run in runs.all]
-    counts = sorted({count for count in drawn if count is not None})
-    if counts:
-        shown = " or ".join(f"{count:,}" for count in counts)
-        found.append(f"Tested on a subset of the test set ({shown} images, drawn by the seed).")
-    part = sorted({count for run in runs.all if isinstance(count := _of(run, "data", "train"), int)})
-    if part:
-        found.append(f"Trained on a part of the training set ({', '.join(f'{count:,}' for count in part)} images).")
-    return found
+        lines.append(f"Curves, distances or corruptions were measured on few images ({min(others):,} and more).")
+    tested, trained = _counts(runs, "evaluate", "examples"), _counts(runs, "data", "train")
+    if tested:
+        lines.append(f"Tested on a subset of the test set ({' or '.join(tested)} images, drawn by the seed).")
+    if trained:
+        lines.append(f"Trained on a part of the training set ({', '.join(trained)} images).")
+    return lines
 
 
-def _examples(run: Run) -> int | None:
-    count = _of(run, "evaluate", "examples")
-    return count if isinstance(count, int) else None
+def _counts(runs: Runs, part: str, key: str) -> list[str]:
+    """The numbers that the recipes give for a key."""
+    contents = [run.recipe.get(part) for run in runs.all]
+    counts = [content.get(key) for content in contents if isinstance(content, dict)]
+    return [f"{count:,}" for count in sorted({count for count in counts if isinstance(count, int)})]
 
 
-def _of(run: Run, part: str, key: str) -> object:
-    content = run.recipe.get(part)
-    return content.get(key) if isinstance(content, dict) else None
-
-
-def origin(runs: Runs) -> Section:
+def origin(runs: Runs) -> Section | None:
     """Recipes, seeds, versions and data."""
+    rows, folds = [], []
+    for variant in runs.variants:
+        for run in variant.runs:
+            versions = next((result.versions for result in run.results if result.versions), {})
+            known = (
+                run.summary.recipe,
+                run.data,
+                run.summary.source,
+                ", ".join(f"{k} {v}" for k, v in versions.items()),
+            )
+            rows.append([variant.label, str(run.seed), run.folder.name, *(text or "–" for text in known)])
+        recipe = yaml.safe_dump(variant.runs[0].recipe, sort_keys=False, allow_unicode=True)
+        folds.append(Fold(f"Recipe of {_title(variant)}", [Code(recipe)]))
     columns = ["network", "seed", "run", "recipe", "data", "source", "versions"]
-    rows = [
-        [
-            variant.label,
-            str(run.seed),
-            run.folder.name,
-            run.summary.recipe,
-            run.data or "–",
-            run.summary.source or "–",
-            ", ".join(f"{name} {version}" for name, version in _versions(run).items()) or "–",
-        ]
-        for variant in runs.variants
-        for run in variant.runs
-    ]
-    blocks: list[Block] = [Table(columns, rows, plain=True)]
-    blocks += [Fold(f"Recipe of {_title(variant)}", [Code(recipe_text(variant.runs[0]))]) for variant in runs.variants]
-    lead = "The same recipe, seed, data and versions give the same numbers again: `harp run recipe.yaml`."
-    return Section("origin", "Where the numbers come from", lead, blocks)
+    blocks: list[Block] = [Table(columns, rows, plain=True), *folds]
+    return section("origin", blocks)
 
 
 def _title(variant: Variant) -> str:
     return variant.label + (f" (seeds {variant.seeds}; the text is that of the first)" if len(variant.runs) > 1 else "")
-
-
-def _versions(run: Run) -> dict[str, Any]:
-    return next((result.versions for result in run.results if result.versions), {})
-
-
-def recipe_text(run: Run) -> str:
-    """The recipe as it was, without paths of the machine."""
-    return yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True)

@@ -5,7 +5,7 @@
     FOLDER/checkpoints/KEY.pt         {"state_dict": ...}, dense, masks multiplied in, for the benchmark's base models
     FOLDER/distances/KEY.pickle,.json minimum norms of perturbations
     FOLDER/normalised.py              only where a model needs normalisation: what it is
-    FOLDER/ISSUE.md, CHECKLIST.md     the text of the issue; what is left to a person
+    FOLDER/ISSUE.md, CHECKLIST.md     the text of the issue; what is left to do by hand
 
 Protocol of the benchmark: AutoAttack, standard version, L-inf, epsilon 0.031, on the first 10,000 test images, plain
 accuracy (on SVHN too, where we otherwise report balanced accuracy); FMN distances, robust if above 8/255. The sparsity
@@ -15,42 +15,49 @@ channels were cut out of is submitted with zeros in their place.
 Departures from the benchmark's code:
 - a point that FMN never breaks has an infinite distance and counts as robust. Theirs is 0, which counts as broken;
 - the distances file is the pickle of a plain list of floats: their `pickle.load` and `torch.tensor` take it like their
-  own list of tensors, but it names no function and so can be read without running anything. The JSON file beside it has
+  own list of tensors, but it names no function and so can be read without running code. The JSON file beside it has
   the same numbers, null for infinity;
-- a new method's key is made here: their key maker knows only the methods that are listed already.
+- the key of a new method is made here: the benchmark's function knows only the methods that are listed already.
 
-Normalisation. The base models have none. (x − μ)/σ before a convolution padded with zeros is the convolution of weights
-w/σ exactly if μ = 0; then it is folded into the first layer. If μ is not 0 the padding would have to be μ, and a folded
-network would be another one at the border of the image: the checkpoint then holds the network behind the normalisation,
-the normalisation is declared in the issue, and `normalised.py` defines it.
+Normalisation. The base models have none. (x − μ)/σ before a convolution padded with zeros equals the convolution with
+weights w/σ exactly if μ = 0; then it is folded into the first layer. If μ is not 0, the padding would have to be μ, and
+a folded network would differ at the border of the image: the checkpoint then holds the network behind the
+normalisation, the issue declares the normalisation, and `normalised.py` defines it.
 """
 
 import hashlib
+import json
 import math
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harp.data.formats.bounded import Payload
-from harp.data.formats.safe_pickle import unpickle
-from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
+from harp.errors import DataError, ModelError, RecipeError
 from harp.experiments import run_folder
 from harp.experiments.run_folder import Finished
+from harp.models import MODELS
 from harp.pruning.papers import Structure
-from harp.reports.leaderboards import apb_texts as texts
+from harp.reports import templating
 from harp.reports.leaderboards import taxonomy
-from harp.reports.leaderboards.apb_texts import EPSILON, Normalisation
-from harp.reports.leaderboards.base_models import BASES, shapes
-from harp.reports.leaderboards.submission import ERROR, WARNING, Submission, check_free, fresh, paper_of, read_json
+from harp.reports.leaderboards.submission import (
+    ERROR,
+    WARNING,
+    Submission,
+    check_free,
+    checked,
+    fresh,
+    paper_of,
+    read_json,
+)
 from harp.system import files
-from harp.system.tensors import load_state, save_state
+from harp.system.tensors import save_state
 
+EPSILON = 0.031
 ROBUST_ABOVE = 8 / 255  # distances
 TESTED = 10_000
 SPARSITIES = {"US": (90, 95, 99), "S": (50, 75, 90)}
@@ -59,18 +66,7 @@ DATA = {"cifar10": "CIFAR10", "svhn": "SVHN"}
 
 _AP_KEY = re.compile(r"[^\W_]+_[^\W\d_]+\d{4}[^\W_]+")  # one underscore: their loader counts them
 _ROUNDING = 0.05  # per cent of sparsity
-_SURPLUS = 1.0  # the same, by which structured sparsity may be above its level: channels don't divide evenly
-
-
-@dataclass(frozen=True)
-class _Model:
-    """A run as the benchmark sees it."""
-
-    run: Finished
-    key: str
-    facts: dict[str, Any]
-    state: dict[str, Tensor]
-    distances: list[float] | None
+_SURPLUS = 1.0  # per cent by which structured sparsity may be above its level: channels don't divide evenly
 
 
 def prepare(
@@ -93,52 +89,69 @@ def prepare(
     if not re.fullmatch(r"https?://\S+", paper):
         raise RecipeError(f"paper {paper!r}: give its link, like https://openreview.net/pdf?id=sAJDi9lD06L")
     entry = _common_entry(read, ap_key, paper)
-    seen: dict[str, Path] = {}
     with fresh(folder) as draft:
-        models = []
-        for run in read:
-            model = _model(run, ap_key)
-            if model.key in seen:
-                raise RecipeError(f"{seen[model.key]} and {run.folder} are both {model.key}: give one of them")
-            seen[model.key] = run.folder
-            models.append(_write_model(draft, model))  # one network in memory at a time
+        entries: dict[str, dict[str, Any]] = {}
+        for run in read:  # one network in memory at a time
+            model, state, distances = _model(run, ap_key)
+            key = model["key"]
+            if key in entries:
+                other = read[list(entries).index(key)].folder
+                raise RecipeError(f"{other} and {run.folder} are both {key}: give one of them")
+            checkpoint, pickled = draft / "checkpoints" / f"{key}.pt", draft / "distances" / f"{key}.pickle"
+            save_state(checkpoint, {"state_dict": state})
+            if distances:
+                # Protocol 2 keeps floats as they are and frames nothing: the smallest thing that their loader reads.
+                files.write_bytes(pickled, pickle.dumps(distances, protocol=2))
+                files.write_json(pickled.with_suffix(".json"), distances)
+            digests = {"sha256": _sha256(checkpoint), "distances_sha256": _sha256(pickled) if distances else None}
+            entries[key] = {**model, **digests}
+        found = list(entries.values())
         files.write_json(draft / "taxonomy.json", entry)
-        files.write_json(draft / "submission.json", {"benchmark": "apb", "ap_key": ap_key, "models": models})
-        declared = {model["key"]: model["normalisation"] for model in models if model["normalisation"]}
+        files.write_json(draft / "submission.json", {"benchmark": "apb", "ap_key": ap_key, "models": found})
+        declared = {key: tuple(map(tuple, e["normalisation"])) for key, e in entries.items() if e["normalisation"]}
         if declared:
-            files.write_text(draft / "normalised.py", texts.definition(declared))
-        files.write_text(draft / "ISSUE.md", texts.issue(entry, models))
+            files.write_text(draft / "normalised.py", templating.render("normalised.py.jinja", declared=declared))
+        values = {"entry": entry, "json": json.dumps(entry, indent=2, ensure_ascii=False), "epsilon": EPSILON}
+        issue = templating.render("apb_issue.md", **values, models=found, results=_results)
+        files.write_text(draft / "ISSUE.md", issue)
         problems = validate(draft)
-        files.write_text(draft / "CHECKLIST.md", texts.checklist(models, problems))
+        checklist = templating.render("apb_checklist.md", models=found, problems=problems)
+        files.write_text(draft / "CHECKLIST.md", checklist)
     return Submission(folder, tuple(problems))
+
+
+def _results(model: Mapping[str, Any]) -> str:
+    """The lines of the benchmark's issue that hold a model's numbers."""
+    lines = (("Clean Accuracy", "clean"), ("Robust Accuracy (AA)", "autoattack"), ("Robust Accuracy (HO-FMN)", "fmn"))
+    values = [(title, model[name]) for title, name in lines]
+    return "\n".join(
+        f"_{title}:_ {'not measured' if claim is None else format(claim['value'], '.2f')}" for title, claim in values
+    )
 
 
 def validate(folder: str | Path) -> list[str]:
     """What is wrong with a prepared folder, from its files alone: lines that begin with `error:` or `warning:`."""
-    path = Path(folder)
-    try:
-        content = read_json(path / "submission.json")
-        entry = read_json(path / "taxonomy.json")
-        issue = (path / "ISSUE.md").read_text(encoding="utf-8")
-        models = list(content["models"])
-        problems = [*_wrong_entry(entry, content["ap_key"]), *_wrong_groups(models)]
-        for model in models:
-            problems += _wrong_model(path, model, content["ap_key"], issue)
-        if any(model["fmn"] for model in models):
-            problems.append(f"{WARNING}FMN ran without the tuning of HO-FMN: the benchmark's numbers may be lower")
-        if any(model["normalisation"] for model in models) and not (path / "normalised.py").is_file():
-            problems.append(f"{ERROR}normalised.py is missing, and some models need normalisation")
-    except CheckpointError as error:
-        return [f"{ERROR}{error}"]
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        return [f"{ERROR}{folder} is no submission of ours, or damaged: {files.reason(error)}"]
+    return checked(Path(folder), _problems)
+
+
+def _problems(folder: Path) -> list[str]:
+    content, entry = read_json(folder / "submission.json"), read_json(folder / "taxonomy.json")
+    issue = (folder / "ISSUE.md").read_text(encoding="utf-8")
+    entries = list(content["models"])
+    problems = [*_wrong_entry(entry, content["ap_key"]), *_wrong_groups(entries)]
+    for model in entries:
+        problems += _wrong_model(folder, model, issue)
+    if any(model["fmn"] for model in entries):
+        problems.append(f"{WARNING}FMN ran without the tuning of HO-FMN: the benchmark's numbers may be lower")
+    if any(model["normalisation"] for model in entries) and not (folder / "normalised.py").is_file():
+        problems.append(f"{ERROR}normalised.py is missing, and some models need normalisation")
     return problems
 
 
-def fold(state: Mapping[str, Tensor], first: str) -> tuple[dict[str, Tensor], Normalisation | None]:
-    """The tensors of the network behind a normalisation, which goes into layer `first` where that is exact.
+def fold(state: Mapping[str, Tensor], first: str) -> tuple[dict[str, Tensor], tuple[list[float], list[float]] | None]:
+    """The tensors of the network behind a normalisation, which is folded into layer `first` if that is exact.
 
-    Else the normalisation is returned beside them. A network without normalisation comes back as it is.
+    Otherwise mean and std of the normalisation are returned beside them. A network without normalisation is unchanged.
     """
     if not {"mean", "std"} <= state.keys():
         return dict(state), None
@@ -150,13 +163,20 @@ def fold(state: Mapping[str, Tensor], first: str) -> tuple[dict[str, Tensor], No
     return inner, (mean.tolist(), std.tolist())
 
 
+def shapes(architecture: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a base model, which are those of our network of the same name (the tests compare them)."""
+    with torch.device("meta"):
+        model = MODELS[architecture].factory(num_classes=10)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
 def robust_share(distances: Sequence[float]) -> float:
     """The share of points that are farther than 8/255 from the nearest one that is misclassified."""
     return sum(value > ROBUST_ABOVE for value in distances) / len(distances)
 
 
 def _key(run: Finished) -> str:
-    """A key in the manner of the benchmark's, from the method's title and its paper."""
+    """A key like those of the benchmark, from the method's title and its paper."""
     paper, title = paper_of(run, "key"), taxonomy.method(run.recipe).title
     name = re.sub(r"\(.*|[\W_]", "", title or taxonomy.method(run.recipe).__name__)
     word = re.search(r"[^\W\d_]+", paper.title)
@@ -169,7 +189,7 @@ def _common_entry(runs: Sequence[Finished], ap_key: str, paper: str) -> dict[str
     for run in runs[1:]:
         other = taxonomy.entry(run.recipe, ap_key, paper)
         unlike = [key.strip(": ") for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
-        methods = [each.pruning.pruner["name"] if each.pruning else "dense" for each in (runs[0], run)]
+        methods = [one.pruning.pruner["name"] if one.pruning else "dense" for one in (runs[0], run)]
         if methods[0] != methods[1]:
             unlike.insert(0, f"method ({methods[0]}, {methods[1]})")
         if unlike:
@@ -177,35 +197,33 @@ def _common_entry(runs: Sequence[Finished], ap_key: str, paper: str) -> dict[str
     return first
 
 
-def _model(run: Finished, ap_key: str) -> _Model:
-    """A run as a model of the benchmark, or why it is none."""
-    made = run.recipe
-    if made.data.name not in DATA:
+def _model(run: Finished, ap_key: str) -> tuple[dict[str, Any], dict[str, Tensor], list[float] | None]:
+    """The entry, the tensors and the distances of a run as a model of the benchmark, or an error if it is none."""
+    recipe = run.recipe
+    if recipe.data.name not in DATA:
         raise DataError(f"{run.folder}: trained on {run.data}, the benchmark has {', '.join(DATA)}")
-    if made.model.name not in ARCHITECTURES or made.model.options.get("width", 1) != 1:
-        width = f" of width {made.model.options['width']:g}" if "width" in made.model.options else ""
-        known = " and ".join(f"{name} of width 1" for name in BASES)
-        raise ModelError(f"{run.folder}: the model is {Path(made.model.name).name}{width}, the benchmark has {known}")
-    expected = shapes(made.model.name)
-    first = next(iter(expected))
-    state, normalisation = fold(run.state(), first)
+    if recipe.model.name not in ARCHITECTURES or recipe.model.options.get("width", 1) != 1:
+        width = f" of width {recipe.model.options['width']:g}" if "width" in recipe.model.options else ""
+        known = " and ".join(f"{name} of width 1" for name in ARCHITECTURES)
+        raise ModelError(f"{run.folder}: the model is {Path(recipe.model.name).name}{width}, the benchmark has {known}")
+    expected = shapes(recipe.model.name)
+    state, normalisation = fold(run.state(), next(iter(expected)))
     wrong = _unlike(state, expected)
     if wrong:
-        raise ModelError(f"{run.folder}: the weights don't fit the benchmark's {made.model.name}: {wrong}")
+        raise ModelError(f"{run.folder}: the weights don't fit the benchmark's {recipe.model.name}: {wrong}")
     state = {name: state[name].contiguous() for name in expected}
     kept, size = _count(state)
     sparsity = 100 * (1 - kept / size)
-    structure = "US" if taxonomy.structure(made) is Structure.WEIGHTS else "S"
+    structure = "US" if taxonomy.structure(recipe) is Structure.WEIGHTS else "S"
     nearest = min(SPARSITIES[structure], key=lambda level: abs(level - sparsity))
-    if not _at_level(sparsity, nearest, structure):
+    if not _is_at_level(sparsity, nearest, structure):
         levels = ", ".join(map(str, SPARSITIES[structure]))
         raise RecipeError(f"{run.folder}: {sparsity:.2f} % of the weights are pruned, the benchmark takes {levels} %")
-    key = "_".join([ap_key, ARCHITECTURES[made.model.name], DATA[made.data.name], structure, str(nearest)])
     distances = _distances(run)
-    facts = {
-        "key": key,
-        "architecture": made.model.name,
-        "dataset": DATA[made.data.name],
+    entry = {
+        "key": "_".join([ap_key, ARCHITECTURES[recipe.model.name], DATA[recipe.data.name], structure, str(nearest)]),
+        "architecture": recipe.model.name,
+        "dataset": DATA[recipe.data.name],
         "structure": structure,
         "sparsity": nearest,
         "kept": kept,
@@ -213,30 +231,20 @@ def _model(run: Finished, ap_key: str) -> _Model:
         "channels": _channels(run),
         "normalisation": normalisation,
         "method": run.pruning.pruner if run.pruning else None,
-        "seed": made.seed,
+        "seed": recipe.seed,
         "recipe": run.summary.get("recipe"),
         "clean": _claim(run_folder.named(run, "natural")),
         "autoattack": _claim(run_folder.named(run, "autoattack", EPSILON)),
         "fmn": None if not distances else {"value": 100 * robust_share(distances), "n": len(distances)},
     }
-    return _Model(run, key, facts, state, distances)
-
-
-def _write_model(folder: Path, model: _Model) -> dict[str, Any]:
-    """Write a model's files; what is said of them."""
-    path = folder / "checkpoints" / f"{model.key}.pt"
-    save_state(path, {"state_dict": model.state})
-    if model.distances:
-        # Protocol 2 keeps floats as they are and frames nothing: the smallest thing that their loader reads.
-        files.write_bytes(folder / "distances" / f"{model.key}.pickle", pickle.dumps(model.distances, protocol=2))
-        files.write_json(folder / "distances" / f"{model.key}.json", model.distances)
-    return {**model.facts, "sha256": _sha256(path)}
+    return entry, state, distances
 
 
 def _distances(run: Finished) -> list[float] | None:
-    """The L-inf distances of a run, infinite where FMN found nothing; of several the most."""
-    found = [each["values"] for each in run.of_kind("distances") if each["norm"] == "linf" and each["values"]]
-    return [math.inf if value is None else float(value) for value in max(found, key=len)] if found else None
+    """The L-inf distances of a run, infinite if FMN found nothing; of several records the longest."""
+    measured = [record["values"] for record in run.of_kind("distances") if record["norm"] == "linf"]
+    longest: list[float | None] = max(measured, key=len, default=[])
+    return [math.inf if value is None else float(value) for value in longest] or None
 
 
 def _claim(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -247,18 +255,18 @@ def _claim(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _count(state: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The non-zero weights of all convolutions and linear layers, and all of them."""
+    """The non-zero weights of all convolutions and linear layers, and the number of all their weights."""
     weights = [tensor for tensor in state.values() if tensor.ndim > 1]
     return sum(int(weight.count_nonzero()) for weight in weights), sum(weight.numel() for weight in weights)
 
 
-def _at_level(sparsity: float, level: int, structure: str) -> bool:
-    """Whether a sparsity is what a level says; whole channels may have taken somewhat more, never less."""
+def _is_at_level(sparsity: float, level: int, structure: str) -> bool:
+    """Whether a sparsity (in per cent) counts as a level; pruned channels may be somewhat more, never less."""
     return -_ROUNDING <= sparsity - level <= (_ROUNDING if structure == "US" else _SURPLUS)
 
 
 def _channels(run: Finished) -> dict[str, Any] | None:
-    """What is left of the channels and of what their budget counts; None where single weights were pruned."""
+    """What is kept of the channels and of what their budget counts; None if single weights were pruned."""
     if run.recipe.units.kind != "channels":
         return None
     kept, size = (sum(int(layer[key]) for layer in run.summary["layers"]) for key in ("kept", "size"))
@@ -273,13 +281,13 @@ def _unlike(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]]
         if tuple(state[name].shape) != expected[name]:
             return f"{name!r} is {list(state[name].shape)}, expected {list(expected[name])}"
     extra = next((name for name in state if name not in expected), None)
-    return None if extra is None else f"{extra!r} is too much"
+    return None if extra is None else f"{extra!r} is not in it"
 
 
 def _wrong_entry(entry: Mapping[str, str], ap_key: str) -> list[str]:
     pipeline = entry.get(taxonomy.PIPELINE, "")
     if pipeline not in taxonomy.STEPS:
-        return [f"{ERROR}taxonomy.json: {pipeline!r} is no pipeline of the benchmark"]
+        return [f"{ERROR}taxonomy.json: {pipeline!r} is not a pipeline of the benchmark"]
     problems = []
     if tuple(entry) != taxonomy.keys(pipeline):
         odd = sorted(set(entry) ^ set(taxonomy.keys(pipeline)))
@@ -287,7 +295,7 @@ def _wrong_entry(entry: Mapping[str, str], ap_key: str) -> list[str]:
     if entry.get("ap_key") != ap_key or not _AP_KEY.fullmatch(ap_key):
         problems.append(f"{ERROR}taxonomy.json: ap_key is {entry.get('ap_key')!r}, the models' is {ap_key!r}")
     empty = [key for key, value in entry.items() if not isinstance(value, str) or not value.strip()]
-    problems += [f"{ERROR}taxonomy.json: {key!r} says nothing" for key in empty]
+    problems += [f"{ERROR}taxonomy.json: {key!r} is empty" for key in empty]
     if taxonomy.UNSPECIFIED in entry.values():
         keys = ", ".join(key.strip(": ") for key, value in entry.items() if value == taxonomy.UNSPECIFIED)
         text = f"neither the recipe nor the method's class says what to write for {keys}: fill it in by hand"
@@ -314,84 +322,36 @@ def _wrong_groups(models: Sequence[Mapping[str, Any]]) -> list[str]:
     return problems
 
 
-def _wrong_model(folder: Path, model: Mapping[str, Any], ap_key: str, issue: str) -> list[str]:
+def _wrong_model(folder: Path, model: Mapping[str, Any], issue: str) -> list[str]:
     key = model["key"]
-    parts = (ARCHITECTURES[model["architecture"]], model["dataset"], model["structure"], str(model["sparsity"]))
-    problems = []
-    if key != "_".join((ap_key, *parts)) or model["sparsity"] not in SPARSITIES[model["structure"]]:
-        problems.append(f"{ERROR}{key}: the key does not say what the model is")
-    problems += [f"{ERROR}{key}: {text}" for text in _wrong_checkpoint(folder, model)]
-    problems += _wrong_numbers(model)
-    problems += [f"{ERROR}{key}: {text}" for text in _wrong_distances(folder, model)]
-    if texts.results(model) not in issue or key not in issue:
-        problems.append(f"{ERROR}{key}: ISSUE.md does not have its numbers")
+    errors, warnings = _wrong_numbers(model)
+    for name, digest in ((f"checkpoints/{key}.pt", "sha256"), (f"distances/{key}.pickle", "distances_sha256")):
+        if model.get(digest) and (not (folder / name).is_file() or _sha256(folder / name) != model[digest]):
+            errors.append(f"{name} is missing, or not the file that was prepared")
+    if _results(model) not in issue or key not in issue:
+        errors.append("ISSUE.md does not have its numbers")
     if model["normalisation"]:
-        problems.append(f"{WARNING}{key}: needs normalisation, which the base models lack: declared in the issue")
+        warnings.append("needs normalisation, which the base models lack: declared in the issue")
     if model["structure"] == "S":
-        problems.append(f"{WARNING}{key}: its sparsity is the share of pruned weights, not of channels")
-    return problems
+        warnings.append("its sparsity is the share of pruned weights, not of channels")
+    return [*(f"{ERROR}{key}: {text}" for text in errors), *(f"{WARNING}{key}: {text}" for text in warnings)]
 
 
-def _wrong_checkpoint(folder: Path, model: Mapping[str, Any]) -> list[str]:
-    path = folder / "checkpoints" / f"{model['key']}.pt"
-    try:
-        content = load_state(path)
-    except HarpError:
-        return ["its checkpoint is missing or damaged"]
-    state = content.get("state_dict")
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        return ["its checkpoint has no state_dict of tensors"]
-    wrong = _unlike(state, shapes(model["architecture"]))
-    if wrong:
-        return [f"its checkpoint does not load strictly: {wrong}"]
-    problems = []
-    kept, size = _count(state)
-    is_met = _at_level(100 * (1 - kept / size), model["sparsity"], model["structure"])
-    if kept != model["kept"] or not is_met:
-        problems.append(f"its checkpoint has {kept:,} of {size:,} weights, not {100 - model['sparsity']} %")
-    if not all(bool(torch.isfinite(value).all()) for value in state.values()):
-        problems.append("its checkpoint holds NaN or infinity")
-    if _sha256(path) != model["sha256"]:
-        problems.append("its checkpoint is not the one that was prepared (sha256)")
-    return problems
-
-
-def _wrong_numbers(model: Mapping[str, Any]) -> list[str]:
-    key, problems = model["key"], []
-    missing = {"clean": "accuracy on clean images", "autoattack": f"AutoAttack at epsilon {EPSILON}"}
-    missing["fmn"] = "L-inf distances of FMN"
-    for name, words in missing.items():
+def _wrong_numbers(model: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Errors and warnings about the claimed numbers."""
+    errors, warnings = [], []
+    titles = {"clean": "accuracy on clean images", "autoattack": f"AutoAttack at epsilon {EPSILON}"}
+    for name, title in {**titles, "fmn": "L-inf distances of FMN"}.items():
         claim = model[name]
         if claim is None:
-            problems.append(f"{ERROR}{key}: no {words} was measured (`harp evaluate` the run, then prepare again)")
-        elif not 0 <= claim["value"] <= 100 or claim["n"] < 1:
-            problems.append(f"{ERROR}{key}: {words} is {claim['value']!r} on {claim['n']!r} images")
+            errors.append(f"no {title} was measured (`harp evaluate` the run, then prepare again)")
         elif name != "fmn" and (claim["n"] != TESTED or model["dataset"] == "SVHN"):
-            text = f"{words} on {claim['n']:,} images drawn from the test set, the benchmark takes its first {TESTED:,}"
-            problems.append(f"{WARNING}{key}: {text}")
+            drawn = f"{title} on {claim['n']:,} images drawn from the test set"
+            warnings.append(f"{drawn}, the benchmark takes its first {TESTED:,}")
     clean, attacked = model["clean"], model["autoattack"]
     if clean and attacked and clean["n"] == attacked["n"] and attacked["value"] > clean["value"]:
-        problems.append(f"{ERROR}{key}: the accuracy under AutoAttack is above the clean one")
-    return problems
-
-
-def _wrong_distances(folder: Path, model: Mapping[str, Any]) -> list[str]:
-    if model["fmn"] is None:
-        return []
-    path = folder / "distances" / f"{model['key']}.pickle"
-    try:
-        # Read by our own unpickler, which runs nothing: also a file that somebody has put there instead.
-        found = unpickle(Payload(path.name, path.read_bytes()), "a list of floats")
-        twin = read_json(path.with_suffix(".json"))
-    except (OSError, HarpError):
-        return ["its distances are missing or damaged"]
-    if not isinstance(found, list) or not found or not all(type(v) is float and v >= 0 for v in found):
-        return ["its distances are not a list of floats from 0 up"]
-    if [None if math.isinf(value) else value for value in found] != twin:
-        return ["its distances differ between the pickle and the JSON file"]
-    if len(found) != model["fmn"]["n"] or abs(100 * robust_share(found) - model["fmn"]["value"]) > 1e-9:
-        return ["its distances do not give the accuracy that is claimed"]
-    return []
+        errors.append("the accuracy under AutoAttack is above the clean one")
+    return errors, warnings
 
 
 def _sha256(path: Path) -> str:

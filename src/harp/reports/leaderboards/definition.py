@@ -7,7 +7,7 @@ that what is shipped is what was trained. A model from a file of the user's keep
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from harp.errors import ModelError
 from harp.experiments.recipe import Model
 from harp.models import MODELS, source_file
+from harp.reports import templating
 
 Shape = tuple[int, int, int]
 
@@ -47,53 +48,15 @@ def define(part: Model, title: str, name: str, classes: int, shape: Shape, optio
             f"{part.name}: RobustBench wants the definition as code of its own: put a function that builds the model "
             "without the library into a file, and train with model: file.py:function"
         )
-    head = _import_lines({*imports, "import torch", "from torch import Tensor", "from torch import nn"})
+    head = "\n".join(sorted({*imports, "import torch", "from torch import Tensor", "from torch import nn"}))
     title = title.replace("\\", "").replace('"', "'")  # it becomes part of a docstring
-    return Definition(_TEMPLATE.format(title=title, imports=head, body=body, name=name, call=call, **_norm(part)), text)
+    values = {"title": title, "imports": head, "body": body, "name": name, "call": call, "normalize": part.normalize}
+    return Definition(templating.render("definition.py.jinja", **values), text)
 
 
 def source_name(name: str) -> str:
     """The name of the module that holds the user's file."""
     return f"{name}_source"
-
-
-_TEMPLATE = '''"""{title}
-
-It takes images in [0, 1] and gives logits. Nothing but torch is needed.
-"""
-
-{imports}
-{body}
-
-class {name}(nn.Module):
-    """The whole model, normalisation included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = {call}
-{buffers}
-    def forward(self, x: Tensor) -> Tensor:
-        """The logits of a batch of images in [0, 1]."""
-        return self.net({normalised})
-
-
-def load(path: str) -> {name}:
-    """The model with the weights of a checkpoint, ready to be attacked."""
-    model = {name}()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"], strict=True)
-    return model.eval()
-'''
-
-
-def _norm(part: Model) -> dict[str, str]:
-    if part.normalize is None:
-        return {"buffers": "", "normalised": "x"}
-    mean, std = part.normalize
-    buffers = "".join(
-        f'        self.register_buffer("{key}", torch.tensor({list(values)!r}).view(-1, 1, 1))\n'
-        for key, values in (("mean", mean), ("std", std))
-    )
-    return {"buffers": buffers, "normalised": "(x - self.mean) / self.std"}
 
 
 def _call(function: str, taken: Sequence[str], facts: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -112,16 +75,16 @@ def _user_text(file: Path, spec: str) -> str:
 def _parameters(text: str, function: str, spec: str) -> list[str]:
     """The parameters of a function or class at the top of a file, without running the file."""
     try:
-        found = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     except SyntaxError as error:
-        raise ModelError(f"the model {spec!r}: its file is no Python of this version (line {error.lineno})") from error
-    node = found.get(function)
+        raise ModelError(f"the model {spec!r}: its file is not Python of this version (line {error.lineno})") from error
+    node = nodes.get(function)
     if isinstance(node, ast.ClassDef):
-        own = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
-        node = own[0] if own else None
+        methods = (part for part in node.body if isinstance(part, ast.FunctionDef))
+        node = next((method for method in methods if method.name == "__init__"), None)
     if not isinstance(node, ast.FunctionDef):
         raise ModelError(f"the model {spec!r}: define {function} in the file itself, by `def` or with an __init__")
-    return [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+    return [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
 
 
 def _inlined(factory: Callable[..., Any]) -> tuple[set[str], str]:
@@ -156,7 +119,7 @@ def _gather(module: str, imports: dict[str, str], parts: dict[str, tuple[ast.stm
                 text = ast.unparse(single or ast.Import([alias_node]))
                 imports[alias_node.asname or alias_node.name.partition(".")[0]] = text
         else:
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+            first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
             text = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
             parts |= dict.fromkeys(_defined(node), (node, text))
 
@@ -166,23 +129,3 @@ def _defined(node: ast.stmt) -> list[str]:
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]
-
-
-def _import_lines(lines: Iterable[str]) -> str:
-    """Import statements in groups: the standard library, torch, the user's file; one line for each module."""
-    groups: list[list[str]] = [[], [], []]
-    names: dict[str, list[str]] = {}
-    for line in sorted(lines):
-        words = line.split()
-        if words[0] == "from":
-            names.setdefault(words[1], []).append(line.partition(" import ")[2])
-        else:
-            groups[_group(words[1])].append(line)
-    for module, imported in names.items():
-        groups[_group(module)].append(f"from {module} import {', '.join(imported)}")
-    return "\n\n".join("\n".join(group) for group in groups if group)
-
-
-def _group(module: str) -> int:
-    first = module.partition(".")[0]
-    return 0 if first in sys.stdlib_module_names else 1 if first == "torch" else 2

@@ -3,8 +3,8 @@
     FOLDER/model_info/cifar10/Linf/NAME.json   the entry of the leaderboard
     FOLDER/NAME.py                             the definition, from plain torch, normalisation inside
     FOLDER/NAME.pt                             {"state_dict": ...}, dense, masks multiplied in
-    FOLDER/probe.safetensors                   a few images and the logits that the model must give on them
-    FOLDER/ISSUE.md, CHECKLIST.md              the text of the issue; what is left to a person
+    FOLDER/probe.safetensors                   a few images and the logits that the model must give for them
+    FOLDER/ISSUE.md, CHECKLIST.md              the text of the issue; what is left to do by hand
 
 Croce, Andriushchenko, Sehwag, Debenedetti, Flammarion, Chiang, Mittal, Hein: "RobustBench: a standardized adversarial
 robustness benchmark", NeurIPS 2021. The leaderboards that our networks fit into are CIFAR-10 and CIFAR-100 under L-inf
@@ -14,20 +14,31 @@ at 8/255, measured by AutoAttack on all 10,000 test images.
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from harp.data.registry import facts
-from harp.errors import CheckpointError, DataError, RecipeError
+from harp.errors import DataError, RecipeError
 from harp.experiments import run_folder
 from harp.experiments.run_folder import Finished
 from harp.pruning import masks
+from harp.reports import templating
 from harp.reports.leaderboards.definition import define, source_name
-from harp.reports.leaderboards.submission import ERROR, WARNING, Submission, check_free, fresh, paper_of, read_json
+from harp.reports.leaderboards.submission import (
+    ERROR,
+    WARNING,
+    Submission,
+    check_free,
+    checked,
+    fresh,
+    paper_of,
+    read_json,
+)
 from harp.system import files
 from harp.system.tensors import save_state, save_tensors
 
@@ -45,23 +56,28 @@ ARCHITECTURES = {
     "convnet": "plain CNN",
     "tinynet": "strided CNN",
 }
-FIELDS: Mapping[str, type | tuple[type, ...]] = {
-    "link": str,
-    "name": str,
-    "authors": str,
-    "additional_data": bool,
-    "number_forward_passes": int,
-    "dataset": str,
-    "venue": str,
-    "architecture": str,
-    "eps": str,
-    "clean_acc": (str, type(None)),
-    "reported": (str, type(None)),
-    "autoattack_acc": (str, type(None)),
-    "footnote": (str, type(None)),
-    "unreliable": bool,
-}
-"""The entry of a model, in the order of RobustBench's files; accuracies are texts in per cent."""
+
+
+class Entry(BaseModel):
+    """The entry of a model, in the order of RobustBench's files; accuracies are texts in per cent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    link: str
+    name: str = Field(min_length=1)
+    authors: str = Field(min_length=1)
+    additional_data: bool
+    number_forward_passes: int
+    dataset: Literal["cifar10", "cifar100"]
+    venue: str = Field(min_length=1)
+    architecture: str
+    eps: Literal["8/255"]
+    clean_acc: str | None
+    reported: str | None
+    autoattack_acc: str | None
+    footnote: str | None
+    unreliable: bool
+
 
 _NAME = re.compile(r"[^\W\d_][\w-]*\d{4}[\w-]+")
 _TOLERANCE = 1e-4  # of the largest logit: other machines add in another order
@@ -81,9 +97,9 @@ def prepare(
 ) -> Submission:
     """Write the folder of a submission of one finished run; `problems` says what is still missing.
 
-    `name` is the model's, like Zhao2023Holistic_R18; title, authors, venue and link are the paper's, by default that
-    of the method's class. `additional_data` says whether other images than the data set's were trained on. `footnote`
-    stands before what is said of the pruning.
+    `name` is that of the model, like Zhao2023Holistic_R18; title, authors, venue and link are those of the paper, by
+    default of the method's class. `additional_data` says whether the model was trained on images that are not of the
+    data set. `footnote` stands before what is said of the pruning.
     """
     folder = Path(out)
     check_free(folder)
@@ -99,11 +115,15 @@ def prepare(
     known = facts(found.recipe.data.name)
     if found.recipe.data.name not in DATA or known is None:
         raise DataError(f"{run}: trained on {found.data}, RobustBench has {', '.join(DATA)} for networks of this kind")
-    part, shape, classes = found.recipe.model, known.shape, known.classes
-    module = _module(name)
-    made = define(part, f"{name}: {_architecture(found)}, pruned.", module, classes, shape, part.options)
-    state = found.state()
-    images, logits = _probe(found, classes, shape)
+    part, module = found.recipe.model, _module(name)
+    architecture = ", ".join(
+        [ARCHITECTURES.get(part.name, part.name.rpartition(":")[2]), *(f"{k} {v}" for k, v in part.options.items())]
+    )
+    definition = define(part, f"{name}: {architecture}, pruned.", module, known.classes, known.shape, part.options)
+    state = found.state() if part.normalize is not None else {f"net.{key}": v for key, v in found.state().items()}
+    images, logits = _probe(found, known.classes, known.shape)
+    clean, clean_n = _accuracy(found, "natural", None)
+    robust, robust_n = _accuracy(found, "autoattack", EPSILON)
     info = {
         "link": link,
         "name": title,
@@ -112,26 +132,28 @@ def prepare(
         "number_forward_passes": 1,
         "dataset": found.data,
         "venue": venue,
-        "architecture": _architecture(found),
+        "architecture": architecture,
         "eps": "8/255",
-        **_accuracies(found),
+        "clean_acc": clean,
+        "reported": robust,
+        "autoattack_acc": robust,
         "footnote": " ".join(text for text in (footnote, _pruned(found)) if text) or None,
         "unreliable": False,
     }
+    measured = {"model": name, "clean_n": clean_n, "autoattack_n": robust_n, "other_threats": _other_threats(found)}
     with fresh(folder) as draft:
-        prefixed = state if part.normalize is not None else {f"net.{key}": value for key, value in state.items()}
-        save_state(draft / f"{module}.pt", {"state_dict": prefixed})
-        files.write_text(draft / f"{module}.py", made.text)
-        if made.source is not None:
-            files.write_text(draft / f"{source_name(module)}.py", made.source)
+        save_state(draft / f"{module}.pt", {"state_dict": state})
+        files.write_text(draft / f"{module}.py", definition.text)
+        if definition.source is not None:
+            files.write_text(draft / f"{source_name(module)}.py", definition.source)
         save_tensors(draft / "probe.safetensors", {"images": images, "logits": logits})
         files.write_json(draft / "model_info" / found.data / "Linf" / f"{name}.json", info)
-        measured: dict[str, Any] = {"model": name, "clean_n": _n(found, None), "autoattack_n": _n(found, EPSILON)}
-        measured["other_threats"] = _other_threats(found)
         files.write_json(draft / "submission.json", {"benchmark": "robustbench", **measured})
-        files.write_text(draft / "ISSUE.md", _issue(name, info, measured, ours=made.source is None))
+        values = {"name": name, "module": module, "info": info, "images": robust_n, "ours": definition.source is None}
+        files.write_text(draft / "ISSUE.md", templating.render("robustbench_issue.md", **values))
         problems = validate(draft)
-        files.write_text(draft / "CHECKLIST.md", _checklist(name, problems))
+        checklist = templating.render("robustbench_checklist.md", module=module, problems=problems)
+        files.write_text(draft / "CHECKLIST.md", checklist)
     return Submission(folder, tuple(problems))
 
 
@@ -140,21 +162,27 @@ def validate(folder: str | Path) -> list[str]:
 
     The definition is imported in a process of its own, which can't import HARP, and runs there.
     """
-    path = Path(folder)
+    return checked(Path(folder), _problems)
+
+
+def _problems(folder: Path) -> list[str]:
+    content = read_json(folder / "submission.json")
+    name = str(content["model"])
+    (path,) = (folder / "model_info").rglob("*.json")
+    info, place = read_json(path), path.relative_to(folder).as_posix()
+    problems = []
     try:
-        content = read_json(path / "submission.json")
-        name = str(content["model"])
-        (entry,) = (path / "model_info").rglob("*.json")
-        info = read_json(entry)
-        problems = [*_wrong_info(info, entry, path, name), *_wrong_numbers(info, content)]
-    except CheckpointError as error:
-        return [f"{ERROR}{error}"]
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        return [f"{ERROR}{folder} is no submission of ours, or damaged: {files.reason(error)}"]
-    missing = [file for file in (f"{_module(name)}.py", f"{_module(name)}.pt") if not (path / file).is_file()]
+        entry = Entry.model_validate(info)
+    except ValidationError as error:
+        problems += [f"{ERROR}{place}: {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+    else:
+        if place != f"model_info/{entry.dataset}/Linf/{name}.json":
+            problems.append(f"{ERROR}{place}: expected model_info/{entry.dataset}/Linf/{name}.json")
+        problems += _wrong_numbers(entry, content)
+    missing = [file for file in (f"{_module(name)}.py", f"{_module(name)}.pt") if not (folder / file).is_file()]
     if missing:
         return [*problems, f"{ERROR}{missing[0]} is missing"]
-    return [*problems, *_wrong_definition(path, _module(name))]
+    return [*problems, *_wrong_definition(folder, _module(name))]
 
 
 def _module(name: str) -> str:
@@ -162,16 +190,8 @@ def _module(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _architecture(found: Finished) -> str:
-    part = found.recipe.model
-    words = ARCHITECTURES.get(part.name, part.name.rpartition(":")[2])
-    options = ", ".join(f"{key} {value}" for key, value in part.options.items())
-    return f"{words}, {options}" if options else words
-
-
 def _pruned(found: Finished) -> str:
-    stage = found.pruning
-    if stage is None:
+    if found.pruning is None:
         return ""
     text = f"Compressed model: {found.kept:,} of {found.size:,} {found.unit} kept ({found.kept / found.size:.3%})"
     if found.recipe.units.kind != "channels":
@@ -180,31 +200,24 @@ def _pruned(found: Finished) -> str:
     return f"{text}, {kept:,} of {size:,} channels; those that were cut out are zero in the checkpoint."
 
 
-def _accuracies(found: Finished) -> dict[str, str | None]:
-    clean, attacked = run_folder.named(found, "natural"), run_folder.named(found, "autoattack", EPSILON)
-    texts = [None if r is None else f"{100 * _share(r):.2f}" for r in (clean, attacked)]
-    return {"clean_acc": texts[0], "reported": texts[1], "autoattack_acc": texts[1]}
-
-
-def _share(result: Mapping[str, Any]) -> float:
+def _accuracy(found: Finished, name: str, epsilon: float | None) -> tuple[str | None, int | None]:
+    """An accuracy in per cent, and the number of images."""
+    result = run_folder.named(found, name, epsilon)
+    if result is None:
+        return None, None
     right, n = run_folder.plain_correct(result)
-    return right / n
-
-
-def _n(found: Finished, epsilon: float | None) -> int | None:
-    result = run_folder.named(found, "natural" if epsilon is None else "autoattack", epsilon)
-    return None if result is None else run_folder.plain_correct(result)[1]
+    return f"{100 * right / n:.2f}", n
 
 
 def _other_threats(found: Finished) -> list[str]:
-    """AutoAttack in other balls than the leaderboard's: worth a word, since those numbers don't count there."""
+    """Other threat models that AutoAttack was run for: their numbers don't count on the leaderboard."""
     attacks = [r["attack"] for r in found.results if r["name"] == "autoattack" and r.get("attack")]
-    others = [(str(a.get("norm", "linf")), float(a["epsilon"])) for a in attacks if "epsilon" in a]
-    return sorted({f"{n} {e:.5g}" for n, e in others if n != "linf" or abs(e - EPSILON) > 1e-6})
+    threats = [(str(attack.get("norm", "linf")), float(attack["epsilon"])) for attack in attacks if "epsilon" in attack]
+    return sorted({f"{n} {e:.5g}" for n, e in threats if n != "linf" or abs(e - EPSILON) > 1e-6})
 
 
 def _probe(found: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """A few images, and what the run's own network answers."""
+    """A few images, and the logits of the run's own network."""
     with torch.random.fork_rng(devices=[]):
         network = found.network(shape, classes)
     masks.apply(network.model, network.masks)
@@ -213,42 +226,24 @@ def _probe(found: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[
         return images, network.model(images)
 
 
-def _wrong_info(info: Mapping[str, Any], entry: Path, folder: Path, name: str) -> list[str]:
-    where = entry.relative_to(folder).as_posix()
-    if where != f"model_info/{info.get('dataset')}/Linf/{name}.json" or info.get("dataset") not in DATA:
-        return [f"{ERROR}{where}: expected model_info/DATA/Linf/{name}.json for one of {', '.join(DATA)}"]
-    for field, kind in FIELDS.items():
-        if field not in info:
-            return [f"{ERROR}{where}: {field!r} is missing"]
-        if not isinstance(info[field], kind) or (kind is int and isinstance(info[field], bool)):
-            return [f"{ERROR}{where}: {field!r} is {info[field]!r}"]
-    extra = [field for field in info if field not in FIELDS]
-    if extra:
-        return [f"{ERROR}{where}: RobustBench knows no {extra[0]!r}"]
-    problems = [f"{ERROR}{where}: {field!r} is empty" for field in ("name", "authors", "venue") if not info[field]]
-    if info["eps"] != "8/255":
-        problems.append(f"{ERROR}{where}: eps is {info['eps']!r}, the leaderboard's is 8/255 in L-inf")
-    return problems
-
-
-def _wrong_numbers(info: Mapping[str, Any], content: Mapping[str, Any]) -> list[str]:
+def _wrong_numbers(entry: Entry, content: Mapping[str, Any]) -> list[str]:
     problems = []
-    names = {
-        "clean_acc": ("clean_n", "clean accuracy"),
-        "autoattack_acc": ("autoattack_n", "AutoAttack at 8/255, L-inf,"),
-    }
-    for field, (count, words) in names.items():
-        value, n = info[field], content[count]
+    claims = (
+        ("clean accuracy", entry.clean_acc, content["clean_n"]),
+        ("AutoAttack at 8/255, L-inf,", entry.autoattack_acc, content["autoattack_n"]),
+    )
+    for title, value, n in claims:
         if value is None:
-            others = content["other_threats"] if field == "autoattack_acc" else []
-            seen = f"; what there is, is at {', '.join(others)}, another threat model" if others else ""
-            problems.append(f"{ERROR}no {words} was measured (`harp evaluate` the run, then prepare again){seen}")
+            others = content["other_threats"] if title != "clean accuracy" else []
+            seen = f"; there are results for another threat model, {', '.join(others)}" if others else ""
+            problems.append(f"{ERROR}no {title} was measured (`harp evaluate` the run, then prepare again){seen}")
         elif not 0 <= float(value) <= 100:
-            problems.append(f"{ERROR}{words} is {value}, in per cent")
+            problems.append(f"{ERROR}{title} is {value}, in per cent")
         elif n != TESTED:
-            problems.append(f"{WARNING}{words} on {n:,} images, RobustBench takes all {TESTED:,} of the test set")
-    both = [info[field] for field in names]
-    if None not in both and content["clean_n"] == content["autoattack_n"] and float(both[1]) > float(both[0]):
+            problems.append(f"{WARNING}{title} on {n:,} images, RobustBench takes all {TESTED:,} of the test set")
+    clean, robust = entry.clean_acc, entry.autoattack_acc
+    same = content["clean_n"] == content["autoattack_n"]
+    if same and clean is not None and robust is not None and float(robust) > float(clean):
         problems.append(f"{ERROR}the accuracy under AutoAttack is above the clean one")
     return problems
 
@@ -276,7 +271,7 @@ def _wrong_definition(folder: Path, module: str) -> list[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"{ERROR}{module}.py can't be tried out: {files.reason(error)}"]
+        return [f"{ERROR}{module}.py can't be run: {files.reason(error)}"]
     found = re.search(r"^difference (\S+)$", done.stdout, re.MULTILINE)
     if done.returncode or found is None:
         last = (done.stderr.strip().splitlines() or ["no answer"])[-1][:200]
@@ -284,57 +279,3 @@ def _wrong_definition(folder: Path, module: str) -> list[str]:
     if not float(found[1]) <= _TOLERANCE:
         return [f"{ERROR}{module}.py gives other logits than the run's network (off by {float(found[1]):.1e})"]
     return []
-
-
-def _issue(name: str, info: Mapping[str, Any], measured: Mapping[str, Any], *, ours: bool) -> str:
-    """The text of the issue, in the order of RobustBench's template."""
-    n = measured["autoattack_n"]
-    method = "not measured" if n is None else f"AutoAttack (standard), L-inf, eps = 8/255, {n:,} test images"
-    lines = [
-        f"# [New Model] {name}",
-        "",
-        "# Paper Information",
-        "",
-        f"- **Paper Title**: {info['name']}",
-        f"- **Paper URL**: {info['link']}",
-        f"- **Paper authors**: {info['authors']}",
-        "",
-        "# Leaderboard Claim(s)",
-        "",
-        "## Model 1",
-        "",
-        f"- **Architecture**: {info['architecture']}",
-        f"- **Dataset**: {info['dataset']}",
-        "- **Threat Model**: Linf",
-        f"- **eps**: {info['eps']}",
-        f"- **Clean accuracy**: {info['clean_acc'] or 'not measured'}",
-        f"- **Robust accuracy**: {info['autoattack_acc'] or 'not measured'}",
-        f"- **Additional data**: {str(info['additional_data']).lower()}",
-        f"- **Evaluation method**: {method}",
-        "- **Checkpoint and code**: (put the link here)",
-        "",
-        f"Note: {info['footnote'] or 'none'}",
-        "",
-        "# Model Zoo:",
-        "",
-        "- [ ] I want to add my models to the Model Zoo (check if true)",
-        f"- [{'x' if not ours else ' '}] I use an architecture that is **not** included among those of RobustBench "
-        f"(check if true); `{_module(name)}.py` defines it",
-        "- [ ] I agree to release my model(s) under MIT license (check if true) **OR**",
-        "- [ ] I want my models to be released under a custom license, located here: (put the link here)",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _checklist(name: str, problems: Sequence[str]) -> str:
-    """What is left to a person."""
-    todo = [
-        f"Put `{_module(name)}.pt` where it can be downloaded, and its link into `ISSUE.md`.",
-        "Decide on the licence and tick its box in `ISSUE.md`.",
-        "RobustBench wants gradients that are not zero in general, a deterministic forward pass and no optimisation in "
-        "it: our own networks are such; look at yours.",
-        "Open an issue with the text of `ISSUE.md`: https://github.com/RobustBench/robustbench/issues/new/choose",
-    ]
-    lines = ["# What is left to do", "", *(f"- [ ] {each}" for each in todo), ""]
-    return "\n".join([*lines, "## Problems found", "", *(f"- {line}" for line in problems or ["none"]), ""])

@@ -1,9 +1,9 @@
-"""What an emitter leaves: a folder that appears whole or not at all, and what is wrong with it, one line each."""
+"""A prepared submission: a folder that appears whole or not at all, and the problems with it, one line each."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,3 +81,13 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"can't read {path.name}: {reason(error)}") from error
+
+
+def checked(folder: Path, problems: Callable[[Path], list[str]]) -> list[str]:
+    """The problems with a folder, or the reason why they can't be found."""
+    try:
+        return problems(folder)
+    except CheckpointError as error:
+        return [f"{ERROR}{error}"]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        return [f"{ERROR}{folder} is not a submission of ours, or damaged: {reason(error)}"]
