@@ -40,8 +40,9 @@ from benchmarks.timing import Times, cpu_name, interleaved, load
 
 import harp
 from harp.attacks.fast_forward import frozen
-from harp.deploy.bench import fresh, prepared
-from harp.deploy.bench.runtimes import RUNTIMES, Predict
+from harp.deploy import fresh_process
+from harp.deploy.bench.files import BenchFiles, of_model, write_sparse
+from harp.deploy.runtimes import RUNTIMES, Predict
 from harp.engine.load import load as load_network
 from harp.engine.native import bindings
 from harp.errors import CheckpointError, HarpError, ModelError
@@ -78,14 +79,14 @@ def measure(options: argparse.Namespace, folder: Path, stack: ExitStack) -> dict
     model, masks = _pruned(options, options.keep)
     example = torch.rand(2, *SHAPE, generator=torch.Generator().manual_seed(options.seed))
     say(f"{options.model}: {kept_weights(masks):,} weights, {options.strategy}; writing the network's files")
-    files = prepared.of_model(model, example, folder)
+    files = of_model(model, example, folder)
     small = _small(options, model, masks, example, folder)
     engine_file = files.files["sparse"] if small is None else small.files["sparse"]
     with engine(on=False):  # from here on what torch computes is dense
         ways = dense_ways(model, files, options.threads, stack)
-        ways = {"engine": RUNTIMES["sparse"].opened(engine_file, options.threads), **ways}
+        ways = {"engine": RUNTIMES["sparse"].open(engine_file, options.threads), **ways}
         if small is not None and "onnxruntime" in small.files:
-            ways["onnxruntime, small"] = RUNTIMES["onnxruntime"].opened(small.files["onnxruntime"], options.threads)
+            ways["onnxruntime, small"] = RUNTIMES["onnxruntime"].open(small.files["onnxruntime"], options.threads)
         torch.set_num_threads(options.threads)
         result = _facts(options, model, masks, files, engine_file)
         for size in options.batch:
@@ -110,7 +111,7 @@ def _pruned(options: argparse.Namespace, keep: float, strategy: str | None = Non
 
 def _small(
     options: argparse.Namespace, model: nn.Module, masks: Masks, example: torch.Tensor, folder: Path
-) -> prepared.Prepared | None:
+) -> BenchFiles | None:
     """The network without its dead channels, if asked for."""
     if not options.remove_dead:
         return None
@@ -119,10 +120,10 @@ def _small(
     before, after = removed.parameters
     say(f"  {after:,} of {before:,} parameters are left in its tensors")
     (folder / "small").mkdir()
-    return prepared.of_model(removed.model.eval(), example, folder / "small")
+    return of_model(removed.model.eval(), example, folder / "small")
 
 
-def dense_ways(model: nn.Module, files: prepared.Prepared, threads: int, stack: ExitStack) -> Ways:
+def dense_ways(model: nn.Module, files: BenchFiles, threads: int, stack: ExitStack) -> Ways:
     """Everything that computes with all weights, zero or not."""
     net = stack.enter_context(frozen(model, torch.rand(8, *SHAPE)))
 
@@ -133,7 +134,7 @@ def dense_ways(model: nn.Module, files: prepared.Prepared, threads: int, stack: 
     ways: Ways = {"torch": partial(call, model), "frozen": partial(call, net)}
     for name in ("onnxruntime", "openvino"):
         if name in files.files:
-            ways[name] = RUNTIMES[name].opened(files.files[name], threads)
+            ways[name] = RUNTIMES[name].open(files.files[name], threads)
         else:
             say(f"{name} is not installed: not measured")
     return ways
@@ -177,7 +178,7 @@ def _several(way: Predict, x: Any, calls: int) -> None:
 
 def two_threads(file: Path, options: argparse.Namespace) -> dict[str, float]:
     """How much faster the engine is with two threads, by the wall clock."""
-    ways = {str(count): RUNTIMES["sparse"].opened(file, count) for count in (1, 2)}
+    ways = {str(count): RUNTIMES["sparse"].open(file, count) for count in (1, 2)}
     options = argparse.Namespace(
         **{**vars(options), "repeats": max(15, options.repeats)}
     )  # calls are short, and disturbed
@@ -197,8 +198,8 @@ def density_sweep(options: argparse.Namespace, ways: Ways, folder: Path) -> dict
     for keep in options.density_sweep:
         model, _ = _pruned(options, keep, strategy)
         file = folder / f"keep-{keep:g}.harp"
-        prepared.write_sparse(model, example, file)
-        swept[f"{keep:g}"] = RUNTIMES["sparse"].opened(file, options.threads)
+        write_sparse(model, example, file)
+        swept[f"{keep:g}"] = RUNTIMES["sparse"].open(file, options.threads)
         say(f"  keep {keep:g}: ready")
     torch.set_num_threads(options.threads)
     found: dict[str, dict[str, float]] = {}
@@ -219,20 +220,17 @@ def disconnected(way: Predict, options: argparse.Namespace) -> bool:
     return bool((answers == answers[0]).all())
 
 
-def memory(files: prepared.Prepared, engine_file: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
+def memory(files: BenchFiles, engine_file: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
     """The most memory that a fresh process has for one batch, and how much of it came after the imports."""
     say("memory, in fresh processes")
-    with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) / "images.npy"
-        np.save(images, _images(size, options.seed))
-        found = {}
-        for name, file in {**files.files, "sparse": engine_file}.items():
-            each = fresh.measure(name, file, images, options.threads)
-            found["engine" if name == "sparse" else name] = {key: each[key] for key in ("peak_bytes", "added_bytes")}
-            if each["peak_bytes"] is not None:
-                peak, added = (each[key] / 1e6 for key in ("peak_bytes", "added_bytes"))
-                print(f"batch {size:>4}  {name:<12} peak {peak:7.1f} MB, {added:7.1f} MB beyond the imports")
-        return {"batch": size, **found}
+    images, keys, result = _images(size, options.seed), ("peak_bytes", "added_bytes"), {}
+    for name, file in {**files.files, "sparse": engine_file}.items():
+        _, measured = fresh_process.predict(name, file, [images], options.threads)
+        result["engine" if name == "sparse" else name] = {key: measured[key] for key in keys}
+        if measured["peak_bytes"] is not None:
+            peak, added = (measured[key] / 1e6 for key in keys)
+            print(f"batch {size:>4}  {name:<12} peak {peak:7.1f} MB, {added:7.1f} MB beyond the imports")
+    return {"batch": size, **result}
 
 
 # What somebody does who has a checkpoint: no part of this library but the architecture is imported.
@@ -260,9 +258,8 @@ print(json.dumps({{
 def cold_start(options: argparse.Namespace, model: nn.Module, engine_file: Path, folder: Path) -> dict[str, Any]:
     """Seconds from nothing to the first answer, of both, each in fresh processes."""
     say("cold start, in fresh processes")
-    weights, images = folder / "checkpoint.safetensors", folder / "image.npy"
+    weights, images = folder / "checkpoint.safetensors", _images(1, options.seed)
     save_model(weights, model)
-    np.save(images, _images(1, options.seed))
     given = json.dumps([options.model, width_option(options.width), str(weights), options.threads])
     code = _DENSE_START.format(shape=SHAPE, classes=CLASSES)
 
@@ -275,7 +272,7 @@ def cold_start(options: argparse.Namespace, model: nn.Module, engine_file: Path,
 
     runs: dict[str, list[dict[str, float]]] = {"engine": [], "dense": []}
     for _ in range(COLD_REPEATS):
-        runs["engine"].append(fresh.measure("sparse", engine_file, images, options.threads))
+        runs["engine"].append(fresh_process.predict("sparse", engine_file, [images], options.threads)[1])
         runs["dense"].append(dense())
     parts = ("import_seconds", "open_seconds", "first_seconds")
     found: dict[str, Any] = {
@@ -296,7 +293,7 @@ def _images(size: int, seed: int) -> Any:
 
 
 def _facts(
-    options: argparse.Namespace, model: nn.Module, masks: Masks, files: prepared.Prepared, engine_file: Path
+    options: argparse.Namespace, model: nn.Module, masks: Masks, files: BenchFiles, engine_file: Path
 ) -> dict[str, Any]:
     """What the numbers depend on."""
     spent = macs.cost(model, SHAPE, masks)

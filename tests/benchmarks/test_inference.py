@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import inference, pruned
-from harp.deploy.bench import fresh, prepared
+from harp.deploy import fresh_process
+from harp.deploy.bench import files
 from harp.engine.native import bindings
 from harp.errors import ModelError
 from harp.pruning.units import Weights
@@ -26,7 +27,7 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("not today")
 
-    monkeypatch.setattr(prepared, "write_onnx", refuse)
+    monkeypatch.setattr(files, "write_onnx", refuse)
 
 
 def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -38,8 +39,8 @@ def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_inference_prints_a_table_and_one_json_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"import_seconds": 3.0, "open_seconds": 2.0, "first_seconds": 1.0, "peak_bytes": 9, "added_bytes": 4}
-    monkeypatch.setattr(fresh, "measure", lambda *_: dict(told))
+    measured = {"import_seconds": 3.0, "open_seconds": 2.0, "first_seconds": 1.0, "peak_bytes": 9, "added_bytes": 4}
+    monkeypatch.setattr(fresh_process, "predict", lambda *_: (None, dict(measured)))
     monkeypatch.setattr(inference, "cold_start", lambda *_: {"speedup_with_imports": 2.0})
     flags = ["--batch", "1", "6", "--repeats", "2", "--two-threads", "--clustered", "1", "--remove-dead"]
     assert inference.main([*TINY, *flags]) == 0
@@ -78,15 +79,13 @@ def test_a_cold_start_is_that_of_fresh_processes(
 ) -> None:
     monkeypatch.setattr(inference, "COLD_REPEATS", 1)
     model, _ = pruned.pruned("resnet8", 0.1, "uniform", width=0.5)
-    file = prepared.of_model(model, torch.rand(2, *pruned.SHAPE), tmp_path).files["sparse"]
+    file = files.of_model(model, torch.rand(2, *pruned.SHAPE), tmp_path).files["sparse"]
     options = Namespace(model="resnet8", width=0.5, threads=1, seed=0)
     found = inference.cold_start(options, model, file, tmp_path)
     for name in ("engine", "dense"):
         assert all(found[name][part] > 0 for part in ("import_seconds", "open_seconds", "first_seconds"))
     whole = {name: sum(found[name].values()) for name in ("engine", "dense")}
     assert found["speedup_with_imports"] == pytest.approx(whole["dense"] / whole["engine"], abs=0.02)
-    images = np.load(tmp_path / "image.npy")
-    assert images.shape == (1, *pruned.SHAPE) and images.dtype == np.float32
 
 
 def test_a_network_without_a_way_through_is_told() -> None:

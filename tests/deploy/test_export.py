@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import harp
 from harp.cli import app
-from harp.deploy.export import check, codings, formats, write
-from harp.deploy.export import source as subjects
+from harp.deploy.export import codings, formats, write
+from harp.deploy.export.source import Source, of_module, of_target
 from harp.engine import format
 from harp.engine.capture.capture import capture
 from harp.engine.format.reader import read_sparse
@@ -32,6 +32,11 @@ from support import finished_run
 from support.cases import batch, build
 
 TINY = {"name": "tinynet", "width": 6}
+
+
+def source_of(target: object) -> Source:
+    """What the command exports of a target, without options."""
+    return of_target(str(target), None, None, None, Quiet(), needs_data=False)
 
 
 def run_of(folder: Path, **options: Any) -> nn.Module:
@@ -120,8 +125,9 @@ def test_the_other_files_are_plain(weights: tuple[Path, dict[str, Any]]) -> None
 
 def test_a_run_without_its_channels(tmp_path: Path) -> None:
     made = {"units": {"kind": "channels", "budget": "flops"}, "model": {"name": "tinynet", "width": 8}}
+    made["model"] |= {"normalize": [[0.3], [0.4]]}
     small = run_of(tmp_path / "run", keep=0.4, **made)
-    subject = subjects.of(str(tmp_path / "run"), None, None, None, Quiet(), needs_data=False)
+    subject = source_of(tmp_path / "run")
     assert subject.cut is not None
     manifest = write.export(subject, tmp_path / "out", ["sparse", "safetensors"], values="f32")
     parameters = sum(p.numel() for p in small.parameters())
@@ -169,13 +175,13 @@ def test_wrong_options(weights: tuple[Path, dict[str, Any]], arguments: list[str
 
 def test_targets_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no folder"):
-        subjects.of(str(tmp_path / "nothing"), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path / "nothing")
     with pytest.raises(RunFolderError, match="is no run"):
-        subjects.of(str(tmp_path), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path)
     run_of(tmp_path / "half")
     (tmp_path / "half" / "summary.json").unlink()
     with pytest.raises(RunFolderError, match="is not finished"):
-        subjects.of(str(tmp_path / "half"), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path / "half")
 
 
 def test_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +192,7 @@ def test_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_can_not_be_written(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    subject = source_of(weights[0])
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't write to"):
         write.export(subject, tmp_path / "file" / "out", ["sparse"])
@@ -196,38 +202,38 @@ def test_a_folder_that_can_not_be_written(weights: tuple[Path, dict[str, Any]], 
 def test_nothing_half_is_left(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    subject = source_of(weights[0])
 
-    def stop(form: str, path: Path, *rest: Any) -> check.Checked:
+    def stop(form: str, path: Path, *rest: Any) -> dict[str, Any]:
         assert path.stat().st_size > 0
         if form == "safetensors":
             raise error("stop")
-        return check.Checked(1, 0.0, 0, False)
+        return {}
 
-    monkeypatch.setattr(write, "ask", stop)
+    monkeypatch.setattr(write, "check_file", stop)
     with pytest.raises(error):
         write.export(subject, tmp_path / "out", ["sparse", "safetensors"])
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_that_answers_otherwise_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_file_with_other_logits_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = weights
-    images = torch.rand(4, 1, 28, 28)
-    network = harp.load(folder / "export" / "network.harp")
-    logits = network(images)
-    good = check.ask("sparse", folder / "export" / "network.harp", images, logits, {})
-    assert good.error < 1e-6
+    source, images, file = source_of(folder), torch.rand(4, 1, 28, 28), folder / "export" / "network.harp"
+    logits = harp.load(file)(images)
+    assert write.check_file("sparse", file, source, images, logits)["error"] < 1e-6
     with pytest.raises(ModelError, match="answers otherwise than the network"):
-        check.ask("sparse", folder / "export" / "network.harp", images, logits * 1.001, {})
-    files.write_bytes(tmp_path / "bad.harp", (folder / "export" / "network.harp").read_bytes()[:-1])
-    with pytest.raises(ModelError, match="cut or damaged"):
-        check.ask("sparse", tmp_path / "bad.harp", images, logits, {})
+        write.check_file("sparse", file, source, images, logits * 1.001)
+    with pytest.raises(ModelError, match=r"logits are of shape \(4, 10\), not \(4, 9\)"):
+        write.check_file("sparse", file, source, images, logits[:, :9])
+    files.write_bytes(tmp_path / "bad.harp", file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut or damaged"):
+        write.check_file("sparse", tmp_path / "bad.harp", source, images, logits)
 
 
-def test_the_date_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_date_that_is_no_number_of_seconds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(RecipeError, match="SOURCE_DATE_EPOCH=yesterday"):
-        write._date()
+        write.export(of_module(build("residual"), (3, 8, 8)), tmp_path, ["sparse"])
 
 
 # The file with a graph in it.
@@ -279,7 +285,7 @@ def test_codings_round_as_they_say(residual: Any) -> None:
     expected = model(x).detach()
     gaps = {}
     for values in codings.CODINGS:
-        twin = codings.twin(graph, pack(graph, tensors, masks, {}, values))
+        twin = codings.unpacked(graph, pack(graph, tensors, masks, {}, values))
         gaps[values] = float((twin(x) - expected).abs().max() / expected.abs().max())
     assert gaps["f32"] < 1e-6 < gaps["f16"] < gaps["int8"] < 0.05
 
@@ -329,8 +335,8 @@ def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
 def test_a_second_export_adds_to_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    monkeypatch.setattr(write, "check_file", lambda *_: {})
+    subject = source_of(weights[0])
     out = tmp_path / "out"
     write.export(subject, out, ["sparse"], values="f32")
     manifest = write.export(subject, out, ["safetensors"])
@@ -353,8 +359,8 @@ class Noting(Quiet):
 def test_an_export_of_another_network_leaves_nothing_of_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    monkeypatch.setattr(write, "check_file", lambda *_: {})
+    subject = source_of(weights[0])
     out = tmp_path / "out"
     write.export(subject, out, ["sparse", "safetensors", "torch-export"])
     (out / "network.pt2").write_bytes(b"changed by somebody")
@@ -365,9 +371,3 @@ def test_an_export_of_another_network_leaves_nothing_of_the_first(
     assert list(manifest["files"]) == ["network.harp"]
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "network.harp", "network.pt2"]
     assert [note for note in said.notes if note.startswith("removed network.safetensors: of another network")]
-
-
-def test_a_check_that_does_not_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "PATIENCE", 0.01)
-    with pytest.raises(ModelError, match=r"sparse file has not answered 2 images in 0\.01 seconds"):
-        check.ask("sparse", tmp_path / "a.harp", torch.zeros(2, 1), torch.zeros(2, 1), {})

@@ -18,9 +18,10 @@ from harp.attacks import Apgd, Ball, Pgd, Square
 from harp.attacks.fast_forward import frozen
 from harp.data import registry
 from harp.deploy import exported_eval
-from harp.deploy.exported_eval import checks, manifest, surrogate
-from harp.deploy.exported_eval.open import Artefact, opened
-from harp.deploy.exported_eval.query_only import Queried
+from harp.deploy.exported_eval import checks
+from harp.deploy.exported_eval.evaluate import FileEvaluation
+from harp.deploy.exported_eval.open import Artefact, Queried, opened
+from harp.deploy.exported_eval.twin import Origin, Setup, Twin, run_of
 from harp.engine import format, store
 from harp.engine.capture.capture import Captured, capture
 from harp.engine.graph import reference
@@ -114,13 +115,13 @@ def write_onnx(
     return path
 
 
-def subjects(path: Path, **wishes: Any) -> exported_eval.Subjects:
+def subjects(path: Path, **wishes: Any) -> Setup:
     artefact = opened(path)
     return exported_eval.prepared(artefact, exported_eval.origin_of(artefact), data_name="digits", **wishes)
 
 
-def tried(made: exported_eval.Subjects, folder: Path | None = None, **more: Any) -> exported_eval.Trial:
-    return exported_eval.Trial(made, folder, **{"examples": 60, "seed": 1, "batch": 32, **more})
+def tried(made: Setup, folder: Path | None = None, **more: Any) -> FileEvaluation:
+    return FileEvaluation(made, folder, **{"examples": 60, "seed": 1, "batch": 32, **more})
 
 
 def bits(found: dict[str, Any]) -> list[bool]:
@@ -210,9 +211,7 @@ def test_what_is_found_on_the_twin_is_replayed(network: nn.Module, captured: Cap
     """By hand: the attack on the twin, and the file's answers about what it found."""
     wrong = damaged(network, 0.6)
     made = subjects(write_harp(tmp_path / "m.harp", captured, wrong))
-    made = exported_eval.Subjects(
-        made.artefact, made.origin, made.data, BALL, surrogate.Twin(network, "the trained one")
-    )
+    made = Setup(made.artefact, made.origin, made.data, BALL, Twin(network, "the trained one"))
     trial = tried(made, tmp_path / "out", store=True)
     for name, attack in (("pgd-5", Pgd(0.1, steps=5)), ("apgd-ce-10", Apgd(0.1, steps=10))):
         found = trial.under(name, attack)
@@ -631,13 +630,13 @@ KEYS = ["manifest", "provenance", "data", "accuracy", "files", "architecture", "
 @example({"accuracy": [{"epsilon": -1, "norm": []}], "files": [3, {"name": "m"}], "data": {"name": 3}})
 @example({"architecture": {"name": "tinynet", "options": {"weights": []}}, "provenance": {"run": "../.."}})
 def test_strange_manifests_never_surprise(told: dict[str, Any]) -> None:
-    origin = manifest.Origin(told, manifest._run(Path("/nowhere"), told))
+    origin = Origin(told, run_of(Path("/nowhere"), told))
     assert origin.data is None or isinstance(origin.data, str)
     assert isinstance(origin.sha256_of("m"), str | None)
-    assert surrogate._stated(origin).epsilon >= 0
+    assert origin.stated_threat.epsilon >= 0
     assert all(one.verdict for one in checks.stated({"value": 0.5, "low": 0.4, "high": 0.6, "data": "x"}, origin))
     try:
-        surrogate._architecture(origin, "w")
+        origin.architecture("w")
     except HarpError as error:
         assert "\n" not in str(error)
 
@@ -668,7 +667,7 @@ def artefact_of(answer: Callable[[Tensor], Tensor]) -> Artefact:
         return answer(torch.from_numpy(images)).numpy()
 
     model = Queried("m.harp", ask, "00" * 32, (1, 8, 8))
-    return Artefact(Path("m.harp"), "0" * 64, 1, model, {}, {}, {}, None)
+    return Artefact(Path("m.harp"), "0" * 64, 1, model)
 
 
 def test_answers_that_depend_on_more_than_the_image_are_seen() -> None:
@@ -755,7 +754,7 @@ def test_graphs_are_read_from_files_as_they_are(network: nn.Module, captured: Ca
     """The twin has the weights of the file, rounded as there, and not those of the network that was exported."""
     path = write_harp(tmp_path / "m.harp", captured, network)
     header, tensors, _ = format.load(path)
-    made = opened(path).graph
+    made = opened(path).in_torch
     assert made is not None
     x = torch.rand(9, 1, 8, 8)
     graph = Graph.from_dict(header["graph"])

@@ -132,7 +132,7 @@ def test_written_files_load_without_the_package(kind: str, run: Run, weight_run:
         assert isinstance(weight, nn.Parameter)
         weight.data[:, 2] = 0
         weight.data[4] = 0
-        shrunk = slim.of_dead(net, x)
+        shrunk = slim.without_dead_channels(net, x)
     shrunk.save(tmp_path / "net")
     with torch.no_grad():
         torch.save({"x": x, "y": shrunk.model.eval()(x)}, tmp_path / "io.pt")

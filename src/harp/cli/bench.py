@@ -30,15 +30,16 @@ def bench(
 
     Example: harp bench model.harp --batch 1 --batch 256 --threads 2
     """
-    from harp.deploy.bench import measuring, prepared
+    from harp.deploy.bench.files import of_target
+    from harp.deploy.bench.measure import measure
     from harp.experiments import plan
     from harp.system.progress import Terminal
 
     display = Terminal()
     subject = plan.Subject(artefact, data, data_dir, weights, classes, shape)
     with tempfile.TemporaryDirectory() as folder:
-        files = prepared.of(subject, Path(folder))
-        result = measuring.measure(files, batches=batch, threads=threads, repeats=repeats, display=display)
+        files = of_target(subject, Path(folder))
+        result = measure(files, batches=batch, threads=threads, repeats=repeats, display=display)
     result = {"artefact": artefact, **result}
     if as_json:
         typer.echo(json.dumps(result, indent=2))

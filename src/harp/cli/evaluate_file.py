@@ -49,7 +49,7 @@ def evaluate(
     """Measure the file and its twin, and print both."""
     from harp.attacks import Ball
     from harp.deploy import exported_eval
-    from harp.deploy.exported_eval.evaluate import is_black_box
+    from harp.deploy.exported_eval import is_black_box
     from harp.experiments import build, presets
     from harp.system.interrupt import Stop
     from harp.system.progress import Terminal
@@ -75,7 +75,7 @@ def evaluate(
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
     stop = Stop(setting.max_minutes, BEGAN)
     folder = out or path.with_name(f"{path.name}.evaluation")
-    trial = exported_eval.Trial(
+    trial = exported_eval.FileEvaluation(
         subjects,
         folder,
         examples=setting.examples,
@@ -91,7 +91,7 @@ def evaluate(
         if wishes.curve and subjects.twin is not None:
             extra["curve"] = trial.curve(ball)
         if wishes.corruptions:
-            extra["corruptions"] = trial.direct.corruptions()
+            extra["corruptions"] = trial.artefact.corruptions()
         findings = trial.checks(ball, tests) if wishes.checks else []
         output = trial.summary([*tests, trial.worst(tests)], findings, ball, **extra)
     for finding in findings:

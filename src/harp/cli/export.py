@@ -44,17 +44,17 @@ def export(
 
     display = Terminal()
     formats.check(to)
-    subject = source.of(target, data, data_dir, weights, display, needs_data=check)
+    exported = source.of_target(target, data, data_dir, weights, display, needs_data=check)
     folder = output or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
     manifest = write.export(
-        subject, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
+        exported, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
     )
     if as_json:
         typer.echo(json.dumps(manifest, indent=2))
         return
     rows = [_row(name, entry) for name, entry in manifest["files"].items()]
     columns = ("file", "bytes", "of dense", "error", "deviation", "")
-    display.table(f"{subject.name}: {subject.dense_bytes:,} bytes dense", columns, rows)
+    display.table(f"{exported.name}: {exported.dense_bytes:,} bytes dense", columns, rows)
     if "codings" in manifest:
         accuracies = [
             [

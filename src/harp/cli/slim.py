@@ -33,7 +33,7 @@ def slim(
     The folder holds model.safetensors, slim.json and rebuild.py, which loads them into the architecture and needs
     torch and safetensors only.
     """
-    from harp.deploy.slim import by_magnitude, check_free, of_dead, of_run
+    from harp.deploy.slim import by_magnitude, check_free, of_run, without_dead_channels
     from harp.errors import RecipeError
     from harp.experiments import plan, presets
     from harp.system.progress import Terminal
@@ -48,7 +48,7 @@ def slim(
         source = subject.source()
         model, (images, _) = subject.model(source), subject.images(source)
         if keep is None:
-            shrunk = of_dead(model, images[:2])
+            shrunk = without_dead_channels(model, images[:2])
         else:
             share = presets.read_number("keep", keep)
             shrunk = by_magnitude(model, images[:2], share, budget=budget, multiple=multiple)

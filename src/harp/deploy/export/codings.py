@@ -1,11 +1,11 @@
-"""The effect of a coding on a network: its accuracy with exactly the numbers that the file holds."""
+"""Codings of the sparse file's weights, and the accuracy of a network with exactly the numbers that the file holds."""
 
 from typing import Any
 
 import numpy as np
 import torch
 
-from harp.deploy.export.source import Subject
+from harp.deploy.export.source import ACCURACY_KEYS, Source
 from harp.engine.capture.capture import Captured
 from harp.engine.format.reader import read
 from harp.engine.graph.nodes import Graph
@@ -20,9 +20,9 @@ CODINGS = ("f32", "f16", "int8")
 ATTACK = "pgd-20"
 
 
-def packed(captured: Captured, subject: Subject, header: dict[str, Any], values: str) -> bytes:
+def packed(captured: Captured, source: Source, header: dict[str, Any], values: str) -> bytes:
     """The content of a sparse file in one coding. Other numbers are stored as f16 too, where they fit."""
-    parts = captured.graph, captured.tensors(subject.model), subject.masks, header, values
+    parts = captured.graph, captured.tensors(source.model), source.masks, header, values
     if values == "f32":
         return pack(*parts)
     try:
@@ -31,29 +31,25 @@ def packed(captured: Captured, subject: Subject, header: dict[str, Any], values:
         return pack(*parts, others="f32")
 
 
-def twin(graph: Graph, content: bytes) -> InTorch:
+def unpacked(graph: Graph, content: bytes) -> InTorch:
     """The network that a file holds, with its rounded numbers."""
     _, tensors = read(content, limit=1 << 40)
     return InTorch(graph, {name: torch.from_numpy(np.asarray(tensors[name])) for name in graph.tensor_names()}).eval()
 
 
-def accuracies(captured: Captured, subject: Subject, examples: int | None, display: Quiet) -> list[dict[str, Any]]:
+def accuracies(captured: Captured, source: Source, examples: int | None, display: Quiet) -> list[dict[str, Any]]:
     """Natural and robust accuracy of the network in every coding, measured like the run's evaluation."""
-    source = subject.source
-    if source is None:
+    if source.data is None:
         raise DataError("the accuracy of codings is measured on a data set: this network has none")
     results = []
-    attack = build.attack_of(ATTACK, subject.threat)[1]
+    attack, size = build.attack_of(ATTACK, source.threat)[1], len(source.data.test)
+    ball = {"epsilon": source.threat.epsilon, "norm": source.threat.norm}
     for values in CODINGS:
-        content = packed(captured, subject, {}, values)
-        network = twin(captured.graph, content)
-        for name, chosen in (("natural", None), (ATTACK, attack)):
-            total = min(examples or len(source.test), len(source.test))
-            with display.counting(f"{values}, {name}", total):
+        network = unpacked(captured.graph, packed(captured, source, {}, values))
+        for name, chosen, threat in (("natural", None, {}), (ATTACK, attack, ball)):
+            with display.counting(f"{values}, {name}", min(examples or size, size)):
                 result, _ = accuracy.measure(
-                    network, source, name, chosen, examples=examples, seed=subject.seed, progress=display.count
+                    network, source.data, name, chosen, examples=examples, seed=source.seed, progress=display.count
                 )
-            keys = ("name", "value", "low", "high", "n", "seed", "data", "measure")
-            ball = {} if chosen is None else {"epsilon": subject.threat.epsilon, "norm": subject.threat.norm}
-            results.append({"values": values, **{key: result[key] for key in keys}, **ball})
+            results.append({"values": values, **{key: result[key] for key in ACCURACY_KEYS}, **threat})
     return results

@@ -1,10 +1,10 @@
-"""Benchmark an artefact: every runtime at every batch size, in turns, then each in a fresh process."""
+"""Measure a network in every runtime at every batch size, in turns, then each runtime in a fresh process."""
 
 import contextlib
 import platform
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,20 @@ import numpy as np
 import torch
 
 import harp
-from harp.deploy.bench import fresh
-from harp.deploy.bench.clock import latencies
-from harp.deploy.bench.prepared import Prepared
-from harp.deploy.bench.runtimes import RUNTIMES, Predict
+from harp.deploy import fresh_process
+from harp.deploy.bench.files import BenchFiles
+from harp.deploy.runtimes import RUNTIMES, Predict
 from harp.engine.network import Network
 from harp.errors import CheckpointError, RecipeError
 from harp.system.progress import Quiet
 from harp.system.seeds import derive
 
 _REFERENCES = ("torch", "onnxruntime")  # the first that has a file is the reference for the others
+_TURN = 0.02  # seconds of timed calls in a turn
 
 
 def measure(
-    prepared: Prepared,
+    network: BenchFiles,
     *,
     batches: Sequence[int] = (1, 64),
     threads: int = 1,
@@ -43,12 +43,12 @@ def measure(
         raise RecipeError(f"batch {list(batches)}, threads {threads}, repeats {repeats}: give whole numbers from 1 up")
     display = Quiet() if display is None else display
     generator = np.random.default_rng(derive(seed, "bench"))
-    images = {size: generator.random((size, *prepared.shape), dtype=np.float32) for size in dict.fromkeys(batches)}
-    reference = next(name for name in (*_REFERENCES, *prepared.files) if name in prepared.files)
-    total = len(images) * len(prepared.files) * repeats + len(prepared.files)
-    with display.counting("bench", total), _threads(threads):
-        functions = {name: RUNTIMES[name].opened(path, threads) for name, path in prepared.files.items()}
-        notes = [*prepared.notes, *_computed_by_torch(functions)]
+    images = {size: generator.random((size, *network.shape), dtype=np.float32) for size in dict.fromkeys(batches)}
+    reference = next(name for name in (*_REFERENCES, *network.files) if name in network.files)
+    total = len(images) * len(network.files) * repeats + len(network.files)
+    with display.counting("bench", total), _torch_threads(threads):
+        functions = {name: RUNTIMES[name].open(path, threads) for name, path in network.files.items()}
+        notes = [*network.notes, *_computed_by_torch(functions)]
         differences = _differences(functions, images[max(images)], reference)
         rows, done = [], 0
         for size, x in images.items():
@@ -56,29 +56,62 @@ def measure(
             seconds_by_name = latencies(calls, repeats, partial(_show, display, done, total, size))
             rows += [_row(name, size, seconds, seconds_by_name[reference]) for name, seconds in seconds_by_name.items()]
             done += len(functions) * repeats
-        cold_starts = _cold_starts(prepared, images[min(images)], threads, display, done, total)
-    facts = {
-        name: {
-            "version": harp.__version__ if name == "sparse" else RUNTIMES[name].version,
-            "file_bytes": path.stat().st_size,
-            "largest_difference": differences[name],
-            **cold_starts[name],
-        }
-        for name, path in prepared.files.items()
-    }
+        runtimes = {}
+        for number, (name, path) in enumerate(network.files.items()):
+            display.count(done + number, total, f"{name}, in a fresh process")
+            _, measured = fresh_process.predict(name, path, [images[min(images)]], threads)
+            runtimes[name] = {
+                "version": harp.__version__ if name == "sparse" else RUNTIMES[name].version,
+                "file_bytes": path.stat().st_size,
+                "largest_difference": differences[name],
+                **{key: value for key, value in measured.items() if key != "torch"},
+            }
     return {
-        "shape": list(prepared.shape),
+        "shape": list(network.shape),
         "threads": threads,
         "repeats": repeats,
         "seed": seed,
-        "dense_bytes": prepared.dense_bytes,
+        "dense_bytes": network.dense_bytes,
         "against": reference,
         "latency": rows,
-        "runtimes": facts,
+        "runtimes": runtimes,
         "cpu": cpu_name(),
         "python": platform.python_version(),
         "notes": notes,
     }
+
+
+def latencies(
+    functions: Mapping[str, Callable[[], object]],
+    repeats: int,
+    on_turn: Callable[[str, int], None] = lambda name, done: None,
+) -> dict[str, list[float]]:
+    """The wall time in seconds of each call: `repeats` calls of every function, in turns whose order rotates.
+
+    Other load on the machine so affects all functions alike. A turn begins with a call that is not timed: the caches
+    hold the weights of the previous function. Quick functions have several timed calls a turn, so that they are
+    measured warm. `on_turn(name, number of timed calls so far)` is called after each turn, for a display.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    calls = {name: _calls_a_turn(function) for name, function in functions.items()}
+    names = list(functions)
+    while unfinished := [name for name in names if len(seconds[name]) < repeats]:
+        for name in unfinished:
+            functions[name]()
+            for _ in range(min(calls[name], repeats - len(seconds[name]))):
+                began = time.perf_counter()
+                functions[name]()
+                seconds[name].append(time.perf_counter() - began)
+            on_turn(name, sum(map(len, seconds.values())))
+        names = names[1:] + names[:1]
+    return seconds
+
+
+def _calls_a_turn(function: Callable[[], object]) -> int:
+    function()  # the first call may compile
+    began = time.perf_counter()
+    function()
+    return max(1, round(_TURN / max(time.perf_counter() - began, 1e-6)))
 
 
 def _computed_by_torch(functions: Mapping[str, Predict]) -> list[str]:
@@ -120,20 +153,8 @@ def _row(name: str, size: int, seconds: list[float], reference: list[float]) -> 
     }
 
 
-def _cold_starts(prepared: Prepared, x: Any, threads: int, display: Quiet, done: int, total: int) -> dict[str, Any]:
-    """Each runtime in a fresh process, with the smallest batch."""
-    measured = {}
-    with tempfile.TemporaryDirectory() as folder:
-        images = Path(folder) / "images.npy"
-        np.save(images, x)
-        for number, (name, path) in enumerate(prepared.files.items()):
-            display.count(done + number, total, f"{name}, in a process of its own")
-            measured[name] = fresh.measure(name, path.absolute(), images, threads)
-    return measured
-
-
 @contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
+def _torch_threads(count: int) -> Iterator[None]:
     """Set the number of torch's threads for the block."""
     before = torch.get_num_threads()
     try:
