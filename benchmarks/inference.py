@@ -41,7 +41,7 @@ from benchmarks.timing import Times, cpu_name, interleaved, load
 import harp
 from harp.attacks.fast_forward import frozen
 from harp.deploy import fresh_process
-from harp.deploy.bench.files import BenchFiles, of_model, write_sparse
+from harp.deploy.bench import BenchFiles, of_model, write_sparse
 from harp.deploy.runtimes import RUNTIMES, Predict
 from harp.engine.load import load as load_network
 from harp.engine.native import bindings

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from harp.deploy.bench.measure import cpu_name
+from harp.deploy.bench import cpu_name
 
 __all__ = ["Times", "cpu_name", "interleaved", "load"]
 

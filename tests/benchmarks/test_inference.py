@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks import inference, pruned
-from harp.deploy import fresh_process
-from harp.deploy.bench import files
+from harp.deploy import bench, fresh_process
 from harp.engine.native import bindings
 from harp.errors import ModelError
 from harp.pruning.units import Weights
@@ -27,7 +26,7 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("not today")
 
-    monkeypatch.setattr(files, "write_onnx", refuse)
+    monkeypatch.setattr(bench, "write_onnx", refuse)
 
 
 def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def test_a_cold_start_is_that_of_fresh_processes(
 ) -> None:
     monkeypatch.setattr(inference, "COLD_REPEATS", 1)
     model, _ = pruned.pruned("resnet8", 0.1, "uniform", width=0.5)
-    file = files.of_model(model, torch.rand(2, *pruned.SHAPE), tmp_path).files["sparse"]
+    file = bench.of_model(model, torch.rand(2, *pruned.SHAPE), tmp_path).files["sparse"]
     options = Namespace(model="resnet8", width=0.5, threads=1, seed=0)
     found = inference.cold_start(options, model, file, tmp_path)
     for name in ("engine", "dense"):

@@ -15,10 +15,8 @@ from typer.testing import CliRunner
 
 from harp import models
 from harp.cli import app
-from harp.deploy import fresh_process
-from harp.deploy.bench import files, measure
-from harp.deploy.bench.files import BenchFiles
-from harp.deploy.bench.measure import latencies
+from harp.deploy import bench, fresh_process
+from harp.deploy.bench import BenchFiles, latencies, measure
 from harp.deploy.runtimes import RUNTIMES, Runtime
 from harp.engine.native import bindings
 from harp.errors import CheckpointError, HarpError, MissingExtra, ModelError, RecipeError
@@ -41,7 +39,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> BenchFiles:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.masked_fill_(torch.rand_like(parameter) < 0.9, 0)
-    return files.of_model(model, torch.rand(2, *SHAPE), tmp_path_factory.mktemp("files"))
+    return bench.of_model(model, torch.rand(2, *SHAPE), tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture
@@ -57,11 +55,11 @@ def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ModelError("not today")
 
-    monkeypatch.setattr(files, "write_onnx", refuse)
+    monkeypatch.setattr(bench, "write_onnx", refuse)
 
 
 def test_every_runtime_computes_the_same_network(network: BenchFiles, no_processes: None) -> None:
-    result = measure.measure(network, batches=(1, 5), repeats=3)
+    result = measure(network, batches=(1, 5), repeats=3)
     assert list(result["runtimes"]) == list(network.files) and {"sparse", "torch"} <= network.files.keys()
     assert result["against"] == "torch" and result["shape"] == list(SHAPE) and result["cpu"]
     for name, runtime in result["runtimes"].items():
@@ -81,20 +79,20 @@ def test_a_note_says_when_torch_computes_the_sparse_network(
     network: BenchFiles, no_processes: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bindings, "kernels", lambda: None)
-    notes = measure.measure(network, batches=[1], repeats=1)["notes"]
+    notes = measure(network, batches=[1], repeats=1)["notes"]
     assert any("no native code" in note for note in notes)
 
 
 def test_the_number_of_torch_threads_is_restored(network: BenchFiles, no_processes: None) -> None:
     before = torch.get_num_threads()
-    measure.measure(network, batches=[1], threads=2, repeats=1)
+    measure(network, batches=[1], threads=2, repeats=1)
     assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("wrong", [{"batches": []}, {"batches": [0]}, {"threads": 0}, {"repeats": 0}])
 def test_numbers_below_one_are_refused(network: BenchFiles, wrong: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="whole numbers from 1 up"):
-        measure.measure(network, **wrong)
+        measure(network, **wrong)
 
 
 def test_a_fresh_process_measures_seconds_and_memory_and_needs_no_torch(network: BenchFiles) -> None:
@@ -153,7 +151,7 @@ def test_functions_take_turns_and_are_all_timed_as_often() -> None:
 
 def test_quick_functions_are_timed_several_times_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = count()
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-5))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-5))
     turns: list[str] = []
     latencies({"quick": lambda: None}, 100, lambda name, done: turns.append(name))
     assert len(turns) == 1
@@ -162,7 +160,7 @@ def test_quick_functions_are_timed_several_times_a_turn(monkeypatch: pytest.Monk
 def test_the_other_runtimes_compute_the_network_of_a_harp_file(
     network: BenchFiles, tmp_path: Path, no_onnx: None
 ) -> None:
-    again = files.of_harp(network.files["sparse"], tmp_path)
+    again = bench.of_harp(network.files["sparse"], tmp_path)
     assert again.files["sparse"] == network.files["sparse"] and again.dense_bytes == network.dense_bytes
     x = np.random.default_rng(0).random((3, *SHAPE), dtype=np.float32)
     answers = [RUNTIMES["torch"].open(each.files["torch"], 1)(x) for each in (network, again)]
@@ -172,10 +170,10 @@ def test_the_other_runtimes_compute_the_network_of_a_harp_file(
 def test_an_onnx_file_is_measured_as_it_is(network: BenchFiles, tmp_path: Path, no_processes: None) -> None:
     if "onnxruntime" not in network.files:
         pytest.skip("ONNX Runtime is not installed")
-    onnx = files.of_onnx(network.files["onnxruntime"])
+    onnx = bench.of_onnx(network.files["onnxruntime"])
     assert onnx.shape == SHAPE and "sparse" not in onnx.files and "torch" not in onnx.files
     assert onnx.dense_bytes == pytest.approx(network.dense_bytes, rel=0.1)
-    result = measure.measure(onnx, batches=[2], repeats=1)
+    result = measure(onnx, batches=[2], repeats=1)
     assert result["against"] == "onnxruntime" and result["notes"]
 
 
@@ -195,8 +193,8 @@ def test_onnx_files_that_take_no_batches_of_images_are_refused_in_one_line(
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), path)
     if kind == "garbage":
         path.write_bytes(b"no protobuf at all")
-    with pytest.raises(CheckpointError) as error:
-        measure.measure(files.of_onnx(path), batches=[2], repeats=1)
+    with pytest.raises(HarpError) as error:
+        measure(bench.of_onnx(path), batches=[2], repeats=1)
     assert "\n" not in str(error.value)
 
 
@@ -209,7 +207,7 @@ def test_a_runtime_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_note_says_why_there_is_no_onnx_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: 1 / 0)
-    network = files.of_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).eval(), torch.rand(2, 3, 2, 2), tmp_path)
+    network = bench.of_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)).eval(), torch.rand(2, 3, 2, 2), tmp_path)
     assert set(network.files) == {"sparse", "torch"}
     if RUNTIMES["onnxruntime"].version:
         assert "ONNX can't hold the model: ZeroDivisionError: division by zero" in network.notes[-1]
@@ -221,7 +219,7 @@ def test_a_run_is_measured_against_its_architecture_before_any_cut(
 ) -> None:
     content = finished_run.content(data="fashion", model={"name": "resnet8", "width": 0.5}, keep=0.1, units=units)
     model = finished_run.make(tmp_path / "run", content)
-    network = files.of_target(plan.Subject(str(tmp_path / "run")), tmp_path)
+    network = bench.of_target(plan.Subject(str(tmp_path / "run")), tmp_path)
     whole = models.build("resnet8", num_classes=10, shape=(1, 28, 28), width=0.5)
     assert network.shape == (1, 28, 28)
     assert network.dense_bytes == 4 * sum(parameter.numel() for parameter in whole.parameters())
@@ -264,5 +262,5 @@ def test_a_damaged_harp_file_is_a_one_line_error(tmp_path: Path, network: BenchF
 def test_the_model_itself_is_not_changed(tmp_path: Path, no_onnx: None) -> None:
     model = ConvNet().train()
     before: dict[str, Tensor] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    files.of_model(model, torch.rand(2, *SHAPE), tmp_path)
+    bench.of_model(model, torch.rand(2, *SHAPE), tmp_path)
     assert model.training and all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import harp
 from harp.cli import app
-from harp.deploy.export import codings, formats, write
+from harp.deploy.export import formats, write
 from harp.deploy.export.source import Source, of_module, of_target
 from harp.engine import format
 from harp.engine.capture.capture import capture
@@ -284,8 +284,8 @@ def test_codings_round_as_they_say(residual: Any) -> None:
     x = batch(8)[0]
     expected = model(x).detach()
     gaps = {}
-    for values in codings.CODINGS:
-        twin = codings.unpacked(graph, pack(graph, tensors, masks, {}, values))
+    for values in formats.CODINGS:
+        twin = formats.unpacked(graph, pack(graph, tensors, masks, {}, values))
         gaps[values] = float((twin(x) - expected).abs().max() / expected.abs().max())
     assert gaps["f32"] < 1e-6 < gaps["f16"] < gaps["int8"] < 0.05
 

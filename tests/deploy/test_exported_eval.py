@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from harp.engine.graph.nodes import Graph
 from harp.engine.graph.torch_module import InTorch
 from harp.errors import CheckpointError, DataError, HarpError, Interrupted, ModelError
 from harp.evaluation import runner
+from harp.evaluation.results import Audit
 from harp.models.weights import fingerprint, save_model
 from harp.reports import html
 from harp.reports.html import collect
@@ -121,7 +123,7 @@ def subjects(path: Path, **wishes: Any) -> Setup:
 
 
 def tried(made: Setup, folder: Path | None = None, **more: Any) -> FileEvaluation:
-    return FileEvaluation(made, folder, **{"examples": 60, "seed": 1, "batch": 32, **more})
+    return FileEvaluation(made, folder, partial(Audit, **{"examples": 60, "seed": 1, "batch": 32, **more}))
 
 
 def bits(found: dict[str, Any]) -> list[bool]:
@@ -466,7 +468,8 @@ def test_the_run_of_a_file_is_found_by_name_or_recipe(
     run: Path, network: nn.Module, captured: Captured, tmp_path: Path
 ) -> None:
     def found(path: Path, **provenance: str) -> Path | None:
-        return exported_eval.origin_of(opened(write_harp(path, captured, network, provenance=provenance))).run
+        origin = exported_eval.origin_of(opened(write_harp(path, captured, network, provenance=provenance)))
+        return None if origin.run is None else origin.run.folder
 
     assert found(run / "export" / "m.harp") == run
     assert found(run / "export" / "m.harp", run=run.name) == run

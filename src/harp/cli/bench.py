@@ -30,8 +30,7 @@ def bench(
 
     Example: harp bench model.harp --batch 1 --batch 256 --threads 2
     """
-    from harp.deploy.bench.files import of_target
-    from harp.deploy.bench.measure import measure
+    from harp.deploy.bench import measure, of_target
     from harp.experiments import plan
     from harp.system.progress import Terminal
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def evaluate(
     from harp.attacks import Ball
     from harp.deploy import exported_eval
     from harp.deploy.exported_eval import is_black_box
+    from harp.evaluation.results import Audit
     from harp.experiments import build, presets
     from harp.system.interrupt import Stop
     from harp.system.progress import Terminal
@@ -75,9 +77,8 @@ def evaluate(
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
     stop = Stop(setting.max_minutes, BEGAN)
     folder = out or path.with_name(f"{path.name}.evaluation")
-    trial = exported_eval.FileEvaluation(
-        subjects,
-        folder,
+    audit = partial(
+        Audit,
         examples=setting.examples,
         seed=setting.seed,
         batch=setting.batch,
@@ -85,6 +86,7 @@ def evaluate(
         display=display,
         stop=stop,
     )
+    trial = exported_eval.FileEvaluation(subjects, folder, audit)
     extra: dict[str, Any] = {}
     with stop.on_signals():
         tests = [trial.natural(), *(trial.under(name, attack) for name, attack in attacks)]

@@ -1,4 +1,4 @@
-"""The file formats of an export: file names, writers, and the packages and the runtime that they need."""
+"""The file formats of an export: file names, writers, codings of the sparse file, and what each format needs."""
 
 import importlib.util
 import io
@@ -8,14 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.engine.capture.capture import exported, quiet
-from harp.errors import MissingExtra, ModelError, RecipeError
+from harp.deploy.export.source import Source
+from harp.engine.capture.capture import Captured, exported, quiet
+from harp.engine.format.reader import read
+from harp.engine.graph.nodes import Graph
+from harp.engine.graph.torch_module import InTorch
+from harp.engine.store import pack
+from harp.errors import CheckpointError, MissingExtra, ModelError, RecipeError
 from harp.models.modes import slow_attention
 from harp.models.weights import save_model
 from harp.system.files import reason
+
+CODINGS = ("f32", "f16", "int8")
+"""How the sparse file may store kept weights."""
 
 
 def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
@@ -71,13 +80,30 @@ def _write_state_dict(path: Path, model: nn.Module, images: Tensor) -> dict[str,
     return {}
 
 
+def packed(captured: Captured, source: Source, header: dict[str, Any], values: str) -> bytes:
+    """The content of a sparse file in one coding. Other numbers are stored as f16 too, where they fit."""
+    parts = captured.graph, captured.tensors(source.model), source.masks, header, values
+    if values == "f32":
+        return pack(*parts)
+    try:
+        return pack(*parts, others="f16")
+    except CheckpointError:  # a bias too large for f16
+        return pack(*parts, others="f32")
+
+
+def unpacked(graph: Graph, content: bytes) -> InTorch:
+    """The network that a file holds, with its rounded numbers."""
+    _, tensors = read(content, limit=1 << 40)
+    return InTorch(graph, {name: torch.from_numpy(np.asarray(tensors[name])) for name in graph.tensor_names()}).eval()
+
+
 @dataclass(frozen=True)
 class Format:
     """A format: its file's name, the runtime that checks it, its writer, and the packages that both need."""
 
     file: str
     runtime: str
-    write: Callable[[Path, nn.Module, Tensor], dict[str, Any]] | None  # None: `codings` packs the sparse file
+    write: Callable[[Path, nn.Module, Tensor], dict[str, Any]] | None  # None: see `packed`
     packages: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from harp.errors import DataError, RecipeError
 from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
 from harp.experiments import build, finished_run, recipe, run_folder
-from harp.experiments.finished_run import Finished
 from harp.experiments.loaded_run import LoadedRun, network_of, size_of
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
@@ -38,9 +38,6 @@ class Source:
         name: the name of the run's folder, or of the model.
         architecture: the model of a recipe, before any cut.
         model: the network; weights outside its masks are zero, and channels that a run cut out are gone.
-        masks: the kept weights; empty for a network that was not pruned weight by weight.
-        dense_bytes: the size of all tensors of the whole architecture.
-        cut: the channels that a run cut out.
         data: the data set, if it is available.
         run: the run, if the network comes from one.
     """
@@ -48,24 +45,33 @@ class Source:
     name: str
     architecture: recipe.Model
     model: nn.Module
-    masks: Masks
-    dense_bytes: int
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     threat: Ball
-    cut: Cut | None = None
     data: DataSet | None = None
-    run: Finished | None = None
+    run: LoadedRun | None = None
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The kept weights, by parameter; those of a model are its parameters that hold zeros."""
+        if self.run is not None:
+            return self.run.masks
+        return {n: p.detach() != 0 for n, p in self.model.named_parameters() if p.ndim > 1 and not bool(p.all())}
+
+    @property
+    def cut(self) -> Cut | None:
+        """The channels that a run cut out."""
+        return None if self.run is None else self.run.cut
+
+    @property
+    def dense_bytes(self) -> int:
+        """The size of all tensors of the whole architecture."""
+        return size_of(self.model) if self.run is None else self.run.dense_bytes
 
     @property
     def seed(self) -> int:
         """The run's seed."""
         return 0 if self.run is None else self.run.recipe.seed
-
-    @property
-    def examples(self) -> int | None:
-        """The number of test images of the run's evaluation; None for all."""
-        return None if self.run is None else self.run.recipe.evaluate.examples
 
     def images(self) -> Tensor:
         """The images that an export is checked on: noise, and test images if there is a data set."""
@@ -97,18 +103,22 @@ class Source:
             "classes": list(self.classes),
             "normalisation": None if normalise is None else {"mean": list(normalise[0]), "std": list(normalise[1])},
             "budget": self._budget(),
-            "accuracy": [] if self.run is None else [_accuracy(result) for result in self.run.results],
+            "accuracy": [] if self.run is None else [_accuracy(result) for result in self.run.finished.results],
         }
 
     def _budget(self) -> dict[str, Any]:
-        if self.run is None:
-            weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
-            layers = [{"name": n, "size": p.numel(), "kept": int(p.count_nonzero())} for n, p in weights.items()]
-            budget = run_folder.budget_of({"layers": layers})
-        else:
-            layers = [{key: layer[key] for key in ("name", "size", "kept")} for layer in self.run.summary["layers"]]
-            budget = run_folder.budget_of(self.run.summary)
+        weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
+        counts = [{"name": n, "size": p.numel(), "kept": int(p.count_nonzero())} for n, p in weights.items()]
+        summary = {"layers": counts} if self.run is None else self.run.summary
+        layers = [{key: layer[key] for key in ("name", "size", "kept")} for layer in summary["layers"]]
+        budget = run_folder.budget_of(summary)
         return {**{key: budget[key] for key in ("kind", "unit", "size", "kept")}, "layers": layers}
+
+
+def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
+    attack = result.get("attack") or {}
+    entry = {key: result[key] for key in ACCURACY_KEYS if key in result}
+    return entry | {key: attack[key] for key in ("epsilon", "norm") if key in attack}
 
 
 def of_target(
@@ -119,16 +129,17 @@ def of_target(
         if weights is not None or data_name is not None:
             raise RecipeError("--weights and --data are for models: a run has its own")
         run = finished_run.read(target)
-        data = data_of(run.recipe, data_dir, display, needed=needs_data)
-        shape = run.shape if data is None else data.shape
+        run_data = data_of(run.recipe, data_dir, display, needed=needs_data)
+        shape = run.shape if run_data is None else run_data.shape
         if shape is None:
             raise RecipeError(f"{target} does not say the shape of its images: add --data-dir with its data set")
-        return of_run(network_of(run, shape), data)
+        return of_run(network_of(run, shape), run_data)
     loaded = build.load(target, data_name, data_dir, None if weights is None else str(weights))
     if weights is None:
         display.note("no --weights: the network is exported as its code makes it")
-    data, part = loaded.data, recipe.Model(name=target)
-    return _of_model(Path(target).name, part, loaded.model.eval(), data.shape, data.classes, loaded.threat, data)
+    data, model = loaded.data, loaded.model.eval()
+    name, architecture = Path(target).name, recipe.Model(name=target)
+    return Source(name, architecture, model, data.shape, data.classes, loaded.threat, data)
 
 
 def data_of(run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *, needed: bool) -> DataSet | None:
@@ -145,8 +156,7 @@ def data_of(run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *,
 def of_run(run: LoadedRun, data: DataSet | None) -> Source:
     """The source of a run, with its data set if that is available."""
     name, threat = run.folder.resolve().name, build.threat(run.recipe)
-    architecture, network = run.recipe.model, (run.model, run.masks, run.dense_bytes)
-    return Source(name, architecture, *network, run.shape, run.classes, threat, run.cut, data, run.finished)
+    return Source(name, run.recipe.model, run.model, run.shape, run.classes, threat, data, run)
 
 
 def of_module(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[str] | None = None) -> Source:
@@ -157,24 +167,4 @@ def of_module(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[s
     if len(names) != count:
         raise RecipeError(f"{len(names)} names of classes, but the model has {count} logits")
     name = type(model).__name__
-    return _of_model(name, recipe.Model(name=name), model, shape, names, accuracy.DEFAULT)
-
-
-def _of_model(
-    name: str,
-    architecture: recipe.Model,
-    model: nn.Module,
-    shape: tuple[int, int, int],
-    classes: tuple[str, ...],
-    threat: Ball,
-    data: DataSet | None = None,
-) -> Source:
-    """The source of a model without a run: its zero weights count as pruned."""
-    zeros = {n: p.detach() != 0 for n, p in model.named_parameters() if p.ndim > 1 and not bool(p.all())}
-    return Source(name, architecture, model, zeros, size_of(model), shape, classes, threat, data=data)
-
-
-def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
-    attack = result.get("attack") or {}
-    entry = {key: result[key] for key in ACCURACY_KEYS if key in result}
-    return entry | {key: attack[key] for key in ("epsilon", "norm") if key in attack}
+    return Source(name, recipe.Model(name=name), model, shape, names, accuracy.DEFAULT)

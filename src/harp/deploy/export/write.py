@@ -22,17 +22,20 @@ from torch import Tensor, nn
 
 import harp
 from harp.deploy import fresh_process
-from harp.deploy.export import codings, formats
+from harp.deploy.export import formats
 from harp.deploy.export.formats import FORMATS
-from harp.deploy.export.source import Source
+from harp.deploy.export.source import ACCURACY_KEYS, Source
 from harp.engine.capture.capture import Captured, capture
-from harp.errors import CheckpointError, ModelError, RecipeError
+from harp.errors import CheckpointError, DataError, ModelError, RecipeError
+from harp.evaluation import accuracy
+from harp.experiments import build
 from harp.models.weights import fingerprint
 from harp.system import files
 from harp.system.progress import Quiet
 
 MANIFEST = "manifest.json"
 _VERSION = 1
+_ATTACK = "pgd-20"  # that measures the robust accuracy of codings
 
 BOUND = 1e-5
 """The largest allowed error, relative to the largest logit: another order of summation stays below it."""
@@ -56,8 +59,8 @@ def export(
     """
     display = display or Quiet()
     formats.check(to)
-    if values not in codings.CODINGS:
-        raise RecipeError(f"--values {values}: choose from {', '.join(codings.CODINGS)}")
+    if values not in formats.CODINGS:
+        raise RecipeError(f"--values {values}: choose from {', '.join(formats.CODINGS)}")
     _make_folder(folder)
     images, facts = source.images(), _facts(source)
 
@@ -75,8 +78,9 @@ def export(
             return source.model, ""
 
     if check:
-        count = source.examples if examples is None else examples
-        facts["codings"] = codings.accuracies(captured(), source, count, display)
+        if examples is None and source.run is not None:
+            examples = source.run.recipe.evaluate.examples
+        facts["codings"] = _coding_accuracies(captured(), source, examples, display)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         for name in dict.fromkeys(to):
@@ -141,9 +145,9 @@ def _write_sparse(
 ) -> dict[str, Any]:
     top = {key: facts[key] for key in ("architecture", "input_shape", "classes")}
     rest = {key: value for key, value in facts.items() if key not in top}
-    content = codings.packed(captured, source, {**top, "manifest": rest}, values)
+    content = formats.packed(captured, source, {**top, "manifest": rest}, values)
     path.write_bytes(content)
-    stored = codings.unpacked(captured.graph, content)
+    stored = formats.unpacked(captured.graph, content)
     # Parts that torch computes may need float32; everything else is compared with float64.
     needs_torch = captured.graph.needs_torch
     exact = _logits(stored, images) if needs_torch else _logits(stored.double(), images.double())
@@ -161,6 +165,26 @@ def _write_sparse(
 def _logits(model: nn.Module, images: Tensor) -> Tensor:
     logits: Tensor = model(images)
     return logits.double()
+
+
+def _coding_accuracies(
+    captured: Captured, source: Source, examples: int | None, display: Quiet
+) -> list[dict[str, Any]]:
+    """Natural and robust accuracy of the network in every coding, measured like the run's evaluation."""
+    if source.data is None:
+        raise DataError("the accuracy of codings is measured on a data set: this network has none")
+    results = []
+    attack, size = build.attack_of(_ATTACK, source.threat)[1], len(source.data.test)
+    ball = {"epsilon": source.threat.epsilon, "norm": source.threat.norm}
+    for values in formats.CODINGS:
+        network = formats.unpacked(captured.graph, formats.packed(captured, source, {}, values))
+        for name, chosen, threat in (("natural", None, {}), (_ATTACK, attack, ball)):
+            with display.counting(f"{values}, {name}", min(examples or size, size)):
+                result, _ = accuracy.measure(
+                    network, source.data, name, chosen, examples=examples, seed=source.seed, progress=display.count
+                )
+            results.append({"values": values, **{key: result[key] for key in ACCURACY_KEYS}, **threat})
+    return results
 
 
 def _facts(source: Source) -> dict[str, Any]:

@@ -9,7 +9,7 @@ correctly without an attack, on every adversarial image of the twin, and after a
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from harp.evaluation.model_checks import Finding
 from harp.evaluation.predict import as_input
 from harp.evaluation.results import CURVE, Audit
 from harp.system import files
-from harp.system.interrupt import Stop
-from harp.system.progress import Quiet
 
 KIND = "deployed"
 _CHECKED = 16  # images that the artefact classifies twice
@@ -38,39 +36,17 @@ class FileEvaluation:
 
     Arguments:
         folder: where results are kept; without one nothing is written.
-        examples: number of images, drawn by the seed; default all.
-        store: also keep all adversarial images.
+        audit: `Audit`, or a `functools.partial` of it with the number of images, the seed and other options.
     """
 
-    def __init__(
-        self,
-        setup: Setup,
-        folder: Path | None,
-        *,
-        examples: int | None = None,
-        seed: int = 0,
-        batch: int = 256,
-        store: bool = False,
-        display: Quiet | None = None,
-        stop: Stop | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, folder: Path | None, audit: Callable[..., Audit] = Audit) -> None:
         self.setup, self.folder = setup, folder
-
-        def audit(model: torch.nn.Module, name: str, witness: torch.nn.Module | None = None) -> Audit:
-            return Audit(
-                Subject(model, setup.data, setup.threat),
-                None if folder is None else folder / name,
-                examples=examples,
-                seed=seed,
-                batch=batch,
-                store=store,
-                witness=witness,
-                display=display,
-                stop=stop,
-            )
-
-        self.artefact = audit(setup.artefact.model, "artefact")
-        self.twin = None if setup.twin is None else audit(setup.twin.model, "twin", setup.artefact.model)
+        model, data, threat = setup.artefact.model, setup.data, setup.threat
+        folders = (None, None) if folder is None else (folder / "artefact", folder / "twin")
+        self.artefact = audit(Subject(model, data, threat), folders[0])
+        self.twin: Audit | None = None
+        if setup.twin is not None:
+            self.twin = audit(Subject(setup.twin.model, data, threat), folders[1], witness=model)
 
     def natural(self) -> dict[str, Any]:
         """Accuracy without an attack."""

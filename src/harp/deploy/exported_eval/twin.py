@@ -4,6 +4,7 @@ The artefact's manifest, and the run that it came from, say which network, data 
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from harp.errors import CheckpointError, DataError, HarpError, ModelError, Recip
 from harp.evaluation import accuracy
 from harp.evaluation.predict import answer, as_input, example_of
 from harp.experiments import build, run_folder
-from harp.experiments.recipe import Model, Recipe
+from harp.experiments.recipe import Model
+from harp.experiments.run_folder import RunFolder
 from harp.models import MODELS
 from harp.system import files
 from harp.system.files import reason
@@ -34,51 +36,41 @@ class Origin:
     """Where an artefact comes from, as far as its files say."""
 
     manifest: Mapping[str, Any]  # the content of the manifest
-    run: Path | None  # the run's folder, if it is available
+    run: RunFolder | None  # the run, if it is available
     unlisted: bool = False  # whether the manifest beside the file lists only other files
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The run's recipe."""
-        return None if self.run is None else run_folder.recipe_of(self.run)
 
     @property
     def data(self) -> str | None:
         """The name of its data set: from the run, else from the manifest's accuracies."""
-        if self.recipe is not None:
-            return self.recipe.data.name
+        if self.run is not None:
+            return self.run.recipe.data.name
         names = [self.manifest.get("data"), *(result.get("data") for result in self.accuracies)]
         return next((name for name in names if isinstance(name, str) and name), None)
 
     @property
     def accuracies(self) -> list[Mapping[str, Any]]:
         """Its stated accuracies: from the run, else from the manifest."""
-        results = self.manifest.get("accuracy")
-        if self.run is not None:
-            results = run_folder.read(self.run, weights=False).summary["results"]
+        results = self.manifest.get("accuracy") if self.run is None else self.run.summary["results"]
         return [result for result in results if isinstance(result, dict)] if isinstance(results, list) else []
 
     @property
     def stated_threat(self) -> Ball:
         """The epsilon and norm of the last attack with a stated accuracy."""
         for result in reversed(self.accuracies):
-            attack = {**result, **result["attack"]} if isinstance(result.get("attack"), dict) else result
-            if isinstance(attack.get("epsilon"), (int, float)):
-                try:
-                    return Ball(attack["epsilon"], attack.get("norm", accuracy.DEFAULT.norm))
-                except HarpError:
-                    continue
+            if isinstance(result.get("epsilon"), (int, float)):
+                with suppress(HarpError):
+                    return Ball(result["epsilon"], result.get("norm", accuracy.DEFAULT.norm))
         return accuracy.DEFAULT
 
     def sha256_of(self, name: str) -> str | None:
         """The hash of a file in the manifest."""
-        hashes = [entry.get("sha256") for entry in _listed(self.manifest) if entry.get("name") == name]
-        return str(hashes[0]) if hashes and hashes[0] else None
+        sha256 = _listed(self.manifest).get(name, {}).get("sha256")
+        return str(sha256) if sha256 else None
 
     def architecture(self, weights: str) -> Model:
         """The architecture of a checkpoint: the run's, else the one in the manifest."""
-        if self.recipe is not None:
-            return self.recipe.model
+        if self.run is not None:
+            return self.run.recipe.model
         stated = self.manifest.get("architecture")
         if not isinstance(stated, dict) or not isinstance(stated.get("name"), str):
             raise RecipeError(
@@ -99,35 +91,34 @@ def origin_of(artefact: Artefact) -> Origin:
     """Read the manifest beside an artefact, or its own header if there is none, and find the run's folder."""
     path = artefact.path.parent / _MANIFEST
     manifest = files.read_json(path, _LARGEST) if path.is_file() else artefact.header
-    listed = _listed(manifest)
-    unlisted = bool(listed) and all(entry.get("name") != artefact.path.name for entry in listed)
+    unlisted = artefact.path.name not in (_listed(manifest) or [artefact.path.name])
     manifest = artefact.header if unlisted else manifest  # it may describe another network
     manifest = {**manifest, **manifest["manifest"]} if isinstance(manifest.get("manifest"), dict) else manifest
     return Origin(manifest, run_of(artefact.path.resolve().parent, manifest), unlisted)
 
 
-def _listed(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The files of a manifest, each with its name."""
+def _listed(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The entries of a manifest's files, by name."""
     listed = manifest.get("files")
-    if isinstance(listed, dict):
-        return [{"name": key, **entry} for key, entry in listed.items() if isinstance(entry, dict)]
-    return [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return (
+        {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
+    )
 
 
-def run_of(folder: Path, manifest: Mapping[str, Any]) -> Path | None:
+def run_of(folder: Path, manifest: Mapping[str, Any]) -> RunFolder | None:
     """The run that a manifest in a folder names; if it names none, the run whose folder holds the file."""
     provenance = manifest.get("provenance")
-    source = provenance if isinstance(provenance, dict) else {}
-    around = [path for path in (folder, folder.parent) if _is_run(path)]
-    name = source.get("run")
+    stated = provenance if isinstance(provenance, dict) else {}
+    name, recipe = stated.get("run"), stated.get("recipe")
+    around = [run_folder.read(path, weights=False) for path in (folder, folder.parent) if _is_run(path)]
     if not isinstance(name, str) or not name:
         return around[0] if around else None
     name = Path(name).name
-    # A renamed folder is recognised by its recipe.
-    recipes = {path: run_folder.read(path, weights=False).summary["recipe"] for path in around}
-    matching = [path for path in around if path.name == name or recipes[path] == source.get("recipe") is not None]
-    beside = [path / name for path in (folder, folder.parent, folder.parent.parent, Path("runs"))]
-    return next((path for path in [*matching, *beside] if _is_run(path)), None)
+    for run in around:  # a renamed folder is recognised by its recipe
+        if run.folder.name == name or run.summary["recipe"] == recipe is not None:
+            return run
+    places = (path / name for path in (folder, folder.parent, folder.parent.parent, Path("runs")))
+    return next((run_folder.read(path, weights=False) for path in places if _is_run(path)), None)
 
 
 def _is_run(folder: Path) -> bool:
@@ -172,13 +163,13 @@ def prepared(
     if weights is not None and twin is None:
         raise RecipeError(f"--weights {weights}: an artefact has its own; with --twin MODEL they are the twin's")
     named_run = Path(twin) if twin is not None and Path(twin).is_dir() else None
-    run = named_run or origin.run
-    run_recipe = None if run is None else run_folder.recipe_of(run)
-    name = data_name or origin.data or (run_recipe.data.name if run_recipe is not None else None)
+    own_recipe = None if origin.run is None else origin.run.recipe
+    recipe = own_recipe if named_run is None else run_folder.recipe_of(named_run)
+    name = data_name or origin.data or (None if recipe is None else recipe.data.name)
     if name is None:
         why = "the manifest beside it does not list it" if origin.unlisted else "no manifest or run says it"
         raise RecipeError(f"no data set for {artefact.path.name}: {why}, add --data")
-    data = registry.load(name, data_dir, **({} if run_recipe is None else run_recipe.data.loading()))
+    data = registry.load(name, data_dir, **({} if recipe is None else recipe.data.loading()))
     _check_data(artefact, data)
 
     def of_run(folder: Path) -> Twin:
@@ -193,25 +184,26 @@ def prepared(
         chosen = _named(twin, weights, origin, data)
     elif artefact.in_torch is not None:
         chosen = Twin(artefact.in_torch(), f"the graph in {artefact.path.name}")
-    elif run is not None:
-        chosen = of_run(run)
+    elif origin.run is not None:
+        chosen = of_run(origin.run.folder)
     if origin.run is not None and named_run is None and (twin is not None or artefact.in_torch is not None):
         try:
-            original = of_run(origin.run)
+            original = of_run(origin.run.folder)
         except HarpError as error:  # the comparison is optional
-            remark = f"not compared with the run {origin.run.name}: {error}"
+            remark = f"not compared with the run {origin.run.folder.name}: {error}"
     for network in (chosen, original):
         if network is not None:
             _check_twin(artefact, network, data)
-    threat = origin.stated_threat if run_recipe is None else build.threat(run_recipe)
+    threat = origin.stated_threat if recipe is None else build.threat(recipe)
     return Setup(artefact, origin, data, threat, chosen, original, remark)
 
 
 def _check_data(artefact: Artefact, data: DataSet) -> None:
     model = artefact.model
     if model.shape != data.shape:
-        shapes = f"{'x'.join(map(str, model.shape))}, {data.name} has images of {'x'.join(map(str, data.shape))}"
-        raise DataError(f"{artefact.path.name} takes images of {shapes}: is this its data set?")
+        own, other = ("x".join(map(str, shape)) for shape in (model.shape, data.shape))
+        text = f"takes images of {own}, {data.name} has images of {other}"
+        raise DataError(f"{artefact.path.name} {text}: is this its data set?")
     if model.classes != data.num_classes:
         counts = f"{model.classes} classes, {data.name} has {data.num_classes}"
         raise DataError(f"{artefact.path.name} knows {counts}: is this its data set?")
