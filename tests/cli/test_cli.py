@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import pwd
 import resource
 import subprocess
 import sys
@@ -11,11 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 import yaml
 
 from harp import models
-from harp.errors import AT_CHANCE
+from harp.cli import app
+from harp.data.datasets.index import user_cache
+from harp.errors import AT_CHANCE, LOST, UNFINISHED, CheckpointError
 from harp.models.weights import save_model
+from harp.system import files
 from harp.system.tensors import load_tensors
 from support.commands import FINISHED, RECIPE, Harp, refused, write_recipe
 
@@ -189,23 +194,32 @@ def test_doctor(harp: Harp, tmp_path: Path) -> None:
     assert "✗ logits" in out and "softmax" in out
 
 
-def test_demo_help_and_version(harp: Harp) -> None:
+def commands() -> list[list[str]]:
+    """The words of every command."""
+    group = typer.main.get_group(app)
+    return [
+        [name, *([inner] if inner else [])]
+        for name, command in group.commands.items()
+        for inner in getattr(command, "commands", [""])
+    ]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_the_help_of_every_command_has_an_example_that_it_understands(harp: Harp, words: list[str]) -> None:
+    code, out, _ = harp(*words, "--help")
+    assert code == 0 and "Usage" in out
+    text = " ".join(out.split())
+    assert f"Example: harp {' '.join(words)} " in text, text
+
+
+def test_the_help_explains_exit_codes_and_the_version_is_printed(harp: Harp) -> None:
     assert harp("--version")[1].startswith("harp 0.")
-    for words in (
-        [],
-        ["demo"],
-        ["run"],
-        ["prune"],
-        ["compare"],
-        ["evaluate"],
-        ["report"],
-        ["submit", "apb"],
-        ["list"],
-        ["plan"],
-        ["doctor"],
-    ):
-        code, out, _ = harp(*words, "--help")
-        assert code == 0 and "Usage" in out
+    text = " ".join(harp("--help")[1].split())
+    for exit_code in (AT_CHANCE, UNFINISHED, LOST):
+        assert f"{exit_code} " in text.partition("Exit codes:")[2]
+
+
+def test_unknown_commands_and_options_are_refused(harp: Harp) -> None:
     code, _, err = harp("prun")
     assert code == 2 and "No such command" in err
     code, _, err = harp("run", "demo", "--sed", "3")
@@ -330,6 +344,23 @@ def test_a_disk_with_too_little_space_is_seen_before_the_work(
     write_recipe(tmp_path / "tiny.yaml")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 30_000}))
     refused(harp, "run", "tiny.yaml", said="has 30.0 kB free, this run needs")
+
+
+def test_without_a_home_folder_nothing_fails_and_no_folder_of_that_name_is_made(
+    harp: Harp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container whose user has no entry in the password file."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    refused(harp, "plan", "~/model.py:net", "--keep", "1%", said="~/model.py")
+    with pytest.raises(CheckpointError, match="can't write"):
+        files.write_text(user_cache() / "index", "")
+    assert not Path("~").exists()
 
 
 @pytest.mark.slow

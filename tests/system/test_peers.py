@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harp.cli import ranks
+from harp.cli import processes
 from harp.errors import LOST, UNFINISHED, Interrupted, Lost
 from harp.system.distributed import peers
 from harp.system.distributed.launcher import SUPERVISOR
@@ -211,7 +211,7 @@ def test_the_command_tells_how_it_ends(monkeypatch: pytest.MonkeyPatch, code: in
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", One)
-    ranks.leave(code)
+    processes.announce_exit(code)
     assert told == [in_order]
 
 

@@ -81,8 +81,9 @@ def indexed(archives: Sequence[Path], build: Callable[[], Index]) -> Index:
 
 
 def user_cache() -> Path:
-    """The folder for what can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The folder for what can be made again; one that can't be written if the user has no home folder."""
+    home = os.path.expanduser("~")  # "~" if there is none, which must not become a folder of that name
+    base = os.environ.get("XDG_CACHE_HOME") or Path(os.devnull if home == "~" else home, ".cache")
     return Path(base) / "harp"
 
 

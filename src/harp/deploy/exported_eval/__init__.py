@@ -8,10 +8,11 @@ checks    whether artefact and twin are the same network, and whether the number
 
 from harp.deploy.exported_eval.evaluate import FileEvaluation, is_black_box
 from harp.deploy.exported_eval.open import is_artefact, opened
-from harp.deploy.exported_eval.twin import origin_of, prepared
+from harp.deploy.exported_eval.twin import Setup, origin_of, prepared
 
 __all__ = [
     "FileEvaluation",
+    "Setup",
     "is_artefact",
     "is_black_box",
     "opened",
