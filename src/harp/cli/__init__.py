@@ -109,6 +109,7 @@ def _main() -> None:
     # Spinning threads make a shared machine up to 40 times slower. This must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("harp").handlers = [_Log()]
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where the home folder can't be written
     try:
         with signals.exit_on_signals():
             app()
