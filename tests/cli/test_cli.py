@@ -382,6 +382,5 @@ def test_a_full_disk_is_a_one_line_error_and_leaves_no_damaged_files(tmp_path: P
     assert done.returncode == 2, done.stderr
     assert "can't write" in done.stderr.strip().splitlines()[-1]
     assert not list((tmp_path / "runs").rglob("*.safetensors")) and not list((tmp_path / "runs").rglob("state.pt"))
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 0, (
-        "space again: goes on"
-    )
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120)
+    assert again.returncode in FINISHED, "with space again the run goes on"
