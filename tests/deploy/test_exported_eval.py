@@ -22,7 +22,7 @@ from harp.deploy import exported_eval
 from harp.deploy.exported_eval import checks
 from harp.deploy.exported_eval.evaluate import FileEvaluation
 from harp.deploy.exported_eval.open import Artefact, Queried, opened
-from harp.deploy.exported_eval.twin import Origin, Setup, Twin, run_of
+from harp.deploy.exported_eval.twin import Origin, Setup, Twin, origin_of, run_of
 from harp.engine import format, store
 from harp.engine.capture.capture import Captured, capture
 from harp.engine.graph import reference
@@ -118,8 +118,7 @@ def write_onnx(
 
 
 def prepared(path: Path, **options: Any) -> Setup:
-    artefact = opened(path)
-    return exported_eval.prepared(artefact, exported_eval.origin_of(artefact), data_name="digits", **options)
+    return exported_eval.prepared(path, data_name="digits", **options)
 
 
 def evaluation_of(setup: Setup, folder: Path | None = None, **more: Any) -> FileEvaluation:
@@ -465,7 +464,7 @@ def test_a_manifest_that_lists_only_other_files_is_ignored(
     wrong = {"architecture": {"name": "vgg16"}, "data": "cifar10", "files": {"new.harp": {"sha256": "0" * 64}}}
     (tmp_path / "manifest.json").write_text(json.dumps(wrong))
     path = write_harp(tmp_path / "old.harp", captured, network, data="digits")
-    origin = exported_eval.origin_of(opened(path))
+    origin = origin_of(opened(path))
     assert origin.unlisted and origin.data == "digits" and "architecture" not in origin.manifest
     code, out, err = harp("evaluate", str(path), "--examples", "9", "--attack", "square-3", "--json")
     assert code == 0 and "does not list it" in err, err
@@ -480,7 +479,7 @@ def test_the_run_of_a_file_is_found_by_name_or_recipe(
     run: Path, network: nn.Module, captured: Captured, tmp_path: Path
 ) -> None:
     def run_found_for(path: Path, **provenance: str) -> Path | None:
-        origin = exported_eval.origin_of(opened(write_harp(path, captured, network, provenance=provenance)))
+        origin = origin_of(opened(write_harp(path, captured, network, provenance=provenance)))
         return None if origin.run is None else origin.run.folder
 
     assert run_found_for(run / "export" / "m.harp") == run
@@ -492,7 +491,7 @@ def test_the_run_of_a_file_is_found_by_name_or_recipe(
     (run / "model.safetensors").write_bytes(b"gone bad")
     setup = prepared(write_harp(run / "export" / "m.harp", captured, network))
     assert setup.original is None and setup.twin is not None
-    assert setup.remark.startswith(f"not compared with the run {run.name}: ")
+    assert setup.notes[0].startswith(f"not compared with the run {run.name}: ")
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -667,7 +666,7 @@ def test_a_manifest_that_is_no_json_object_is_a_one_line_error(
     for content in ("{", "[]", '"x"'):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
-            exported_eval.origin_of(artefact)
+            origin_of(artefact)
 
 
 def test_the_header_of_a_file_names_its_data_set_and_epsilon(

@@ -79,13 +79,15 @@ def evaluate(
         if devices * nodes > 1:
             raise RecipeError(f"--devices {devices}, --nodes {nodes}: a deployed file is measured by one process")
         display = processes.display(first=True)
-        setup = evaluate_file.open_file(Path(target), data, data_dir, twin, weights, display)
+        setup = exported_eval.prepared(Path(target), data_name=data, data_dir=data_dir, twin=twin, weights=weights)
+        for note in setup.notes:
+            display.note(note)
         ball, folder = ball_in(setup.threat), out or Path(f"{target}.evaluation")
         attacks = evaluate_file.attacks_on(setup, names, ball, display)
         evaluation = exported_eval.FileEvaluation(setup, folder, partial(audit_of, display=display))
         with stop.on_signals():
-            output = evaluate_file.measure(
-                evaluation, attacks, ball, curve=curve or full, corruptions=corruptions or full, checks=checks
+            output = evaluation.measure(
+                attacks, ball, curve=curve or full, corruptions=corruptions or full, checks=checks
             )
         evaluate_file.show(display, output, folder, as_json=as_json)
         return

@@ -10,10 +10,8 @@ from harp.cli.output import print_json, show_findings
 
 if TYPE_CHECKING:
     from harp.attacks import Ball
-    from harp.deploy.exported_eval import FileEvaluation, Setup
+    from harp.deploy.exported_eval import Setup
     from harp.system.progress import Quiet
-
-Attacks = list[tuple[str, Any]]
 
 _HOW = {
     "images": "",
@@ -23,23 +21,7 @@ _HOW = {
 }
 
 
-def open_file(
-    path: Path, data: str | None, data_dir: Path | None, twin: str | None, weights: Path | None, display: "Quiet"
-) -> "Setup":
-    """The file with its twin and its data set; notes say what could not be used."""
-    from harp.deploy import exported_eval
-
-    artefact = exported_eval.opened(path)
-    origin = exported_eval.origin_of(artefact)
-    setup = exported_eval.prepared(artefact, origin, data_name=data, data_dir=data_dir, twin=twin, weights=weights)
-    if origin.unlisted:
-        display.note(f"the manifest beside {path.name} does not list it: it is taken for another network's")
-    if setup.remark:
-        display.note(setup.remark)
-    return setup
-
-
-def attacks_on(setup: "Setup", names: Sequence[str], ball: "Ball", display: "Quiet") -> Attacks:
+def attacks_on(setup: "Setup", names: Sequence[str], ball: "Ball", display: "Quiet") -> list[tuple[str, Any]]:
     """The attacks by name, with Square if no other attack by queries is named; without a twin only those."""
     from harp.deploy.exported_eval import is_black_box
     from harp.experiments import build
@@ -52,20 +34,6 @@ def attacks_on(setup: "Setup", names: Sequence[str], ball: "Ball", display: "Qui
         display.note(f"no twin in torch (--twin): only black-box attacks run, not {', '.join(skipped) or 'others'}")
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
     return attacks
-
-
-def measure(
-    evaluation: "FileEvaluation", attacks: Attacks, ball: "Ball", *, curve: bool, corruptions: bool, checks: bool
-) -> dict[str, Any]:
-    """Measure the file and its twin."""
-    extra: dict[str, Any] = {}
-    tests = [evaluation.natural(), *(evaluation.under(name, attack) for name, attack in attacks)]
-    if curve and evaluation.twin is not None:
-        extra["curve"] = evaluation.curve(ball)
-    if corruptions:
-        extra["corruptions"] = evaluation.artefact.corruptions()
-    findings = evaluation.checks(ball, tests) if checks else []
-    return evaluation.summary([*tests, evaluation.worst(tests)], findings, ball, **extra)
 
 
 def show(display: "Quiet", output: dict[str, Any], folder: Path, *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ checks    whether artefact and twin are the same network, and whether the number
 
 from harp.deploy.exported_eval.evaluate import FileEvaluation, is_black_box
 from harp.deploy.exported_eval.open import is_artefact, opened
-from harp.deploy.exported_eval.twin import Setup, origin_of, prepared
+from harp.deploy.exported_eval.twin import Setup, prepared
 
 __all__ = [
     "FileEvaluation",
@@ -16,6 +16,5 @@ __all__ = [
     "is_artefact",
     "is_black_box",
     "opened",
-    "origin_of",
     "prepared",
 ]

@@ -102,10 +102,18 @@ class FileEvaluation:
             findings += [Finding(f"twin: {f['check']}", f["verdict"], f["text"]) for f in of_twin["findings"]]
         return findings
 
-    def summary(
-        self, tests: Sequence[dict[str, Any]], findings: Sequence[Finding], ball: Ball, **more: Any
+    def measure(
+        self, attacks: Sequence[tuple[str, Any]], ball: Ball, *, curve: bool, corruptions: bool, checks: bool
     ) -> dict[str, Any]:
         """All results with everything that they depend on; they are also written into the folder."""
+        tests = [self.natural(), *(self.under(name, attack) for name, attack in attacks)]
+        more: dict[str, Any] = {}
+        if curve and self.twin is not None:
+            more["curve"] = self.curve(ball)
+        if corruptions:
+            more["corruptions"] = self.artefact.corruptions()
+        findings = self.checks(ball, tests) if checks else []
+        tests.append(self.worst(tests))
         artefact, twin = self.setup.artefact, self.setup.twin
         first = tests[0]["deployed"]
         summary = {
@@ -123,9 +131,9 @@ class FileEvaluation:
             **more,
         }
         if self.folder is not None:
-            attacks = [(test["name"], test["deployed"]["attack"]) for test in tests]
+            named = [(test["name"], test["deployed"]["attack"]) for test in tests]
             twin_identity = None if self.twin is None else self.twin.identities[0]
-            identity = f"{self.artefact.identities[0]}/{twin_identity}/{attacks}/{sorted(more)}/{bool(findings)}"
+            identity = f"{self.artefact.identities[0]}/{twin_identity}/{named}/{sorted(more)}/{bool(findings)}"
             digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
             files.write_json(self.folder / f"{KIND}-{artefact.path.name}-{digest}.json", summary)
         return summary

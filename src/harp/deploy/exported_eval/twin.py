@@ -15,7 +15,7 @@ from harp import models
 from harp.attacks import Ball
 from harp.data import registry
 from harp.data.registry import DataSet
-from harp.deploy.exported_eval.open import Artefact
+from harp.deploy.exported_eval.open import Artefact, opened
 from harp.errors import CheckpointError, DataError, HarpError, ModelError, RecipeError
 from harp.evaluation import accuracy
 from harp.evaluation.predict import answer, as_input, example_of
@@ -143,25 +143,26 @@ class Setup:
     threat: Ball
     twin: Twin | None
     original: Twin | None = None  # the run's own network, if the twin is another one
-    remark: str = ""  # why `original` is missing although there is a run
+    notes: tuple[str, ...] = ()  # what could not be used, and why
 
 
 def prepared(
-    artefact: Artefact,
-    origin: Origin,
+    path: Path,
     *,
     data_name: str | None = None,
     data_dir: Path | None = None,
     twin: str | None = None,
     weights: Path | None = None,
 ) -> Setup:
-    """Everything that is needed to attack an artefact.
+    """Open a file, and find everything that is needed to attack it.
 
     The twin is the one that `twin` names (a run's folder, a checkpoint, or a model with `weights`), else the graph in
     the file itself, else the network of the run that the file came from, if that is available.
     """
     if weights is not None and twin is None:
         raise RecipeError(f"--weights {weights}: an artefact has its own; with --twin MODEL they are the twin's")
+    artefact = opened(path)
+    origin = origin_of(artefact)
     named_run = Path(twin) if twin is not None and Path(twin).is_dir() else None
     own_recipe = None if origin.run is None else origin.run.recipe
     recipe = own_recipe if named_run is None else run_folder.recipe_of(named_run)
@@ -175,7 +176,9 @@ def prepared(
     def of_run(folder: Path) -> Twin:
         return Twin(build.load(str(folder), name, data_dir, None).model, f"the run {folder.name}")
 
-    chosen, original, remark = None, None, ""
+    chosen, original, notes = None, None, list[str]()
+    if origin.unlisted:
+        notes.append(f"the manifest beside {path.name} does not list it: it is taken for another network's")
     if named_run is not None:
         if weights is not None:
             raise RecipeError(f"--weights {weights}: the run {twin} has its own weights")
@@ -190,12 +193,12 @@ def prepared(
         try:
             original = of_run(origin.run.folder)
         except HarpError as error:  # the comparison is optional
-            remark = f"not compared with the run {origin.run.folder.name}: {error}"
+            notes.append(f"not compared with the run {origin.run.folder.name}: {error}")
     for network in (chosen, original):
         if network is not None:
             _check_twin(artefact, network, data)
     threat = origin.stated_threat if recipe is None else build.threat(recipe)
-    return Setup(artefact, origin, data, threat, chosen, original, remark)
+    return Setup(artefact, origin, data, threat, chosen, original, tuple(notes))
 
 
 def _check_data(artefact: Artefact, data: DataSet) -> None:
