@@ -2,9 +2,9 @@
 
 Every network is a small one, trained against PGD for a minute or less on embedded images: two, four or all ten classes
 of Fashion-MNIST, and pairs of digits side by side, 100 classes. Both attacks are the standard ensemble at full length.
-Where they differ about an image is counted both ways; a second seed of the package shows what randomness alone does.
-The package has no targeted APGD for two classes and tries too many targets with fewer than ten: it is told how many
-there are.
+Images that only one of them fools are counted for both; a second seed of the package shows what randomness alone does.
+The package has no targeted APGD for two classes and tries too many targets with fewer than ten: it is given the right
+number.
 """
 
 import argparse
@@ -118,8 +118,8 @@ def theirs(model: nn.Module, x: Tensor, y: Tensor, classes: int, epsilon: float,
 @torch.no_grad()
 def right(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Which images the model gets right."""
-    found: Tensor = model(x).argmax(1) == y
-    return found
+    right: Tensor = model(x).argmax(1) == y
+    return right
 
 
 def images(classes: int) -> tuple[Split, Split]:

@@ -1,21 +1,21 @@
 """What attacking and fine-tuning a pruned network cost: with the sparse engine, and with the optimised dense pass.
 
-The network has random weights and random masks with the counts of a strategy (see pruned.py). Both ways are this
+The network has random weights and random masks with the counts of a strategy (see pruned.py). Both variants are this
 library's own, the engine switched on and off; dense means
 `harp.attacks.fast_forward`: batch norms folded, the faster memory layout.
 
 pass        logits and the gradient of the cross entropy with respect to the images: what every step of an attack takes
-evaluation  `harp.accuracy` under PGD-10: the attack, and the answers to what it found, which are the plain model's in
-            both ways: a dense pass that no engine makes faster
+evaluation  `harp.accuracy` under PGD-10: the attack, and the classes of its images, which the plain model computes in
+            both variants: a dense pass that no engine makes faster
 step        a step of `harp.fit` under fixed masks with PGD-10, train-mode batch norms and the optimiser included. The
             first step of a training is left out: it finds out what the network computes.
 
-The ways take turns in one process; medians are compared, by CPU time with one thread, else by the wall clock.
+The variants take turns in one process; medians are compared, by CPU time with one thread, else by the wall clock.
 
 agreement   Attacks follow signs of gradients, and rounding flips some. So on a small network that is trained and pruned
             here, on the embedded Fashion images, the two are compared: pixels after one step and after ten from the
-            same start, the loss of what was found (by the plain model), robust accuracy. `control` is the same between
-            two dense ways, the folded network and the model as it is, which differ by rounding and layout alone.
+            same start, the loss of the images (by the plain model), robust accuracy. `control` is the same between two
+            dense variants, the folded network and the model as it is, which differ by rounding and layout alone.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All parts that are asked for; the JSON object to be."""
+    """Measure the chosen parts; return the JSON object."""
     model, masks = pruned(options.model, options.keep, options.strategy, width=options.width, seed=options.seed)
     say(f"{options.model}: {kept_weights(masks):,} weights, {options.strategy}, batch {options.batch}")
     generator = torch.Generator().manual_seed(derive(options.seed, "images"))
@@ -112,19 +112,19 @@ def followed(model: nn.Module, x: Tensor) -> Logits:
 
 
 def passes(model: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """One attack pass, both ways."""
+    """One attack pass, both variants."""
     with ExitStack() as stack:
         stack.enter_context(engine(on=False))
         nets = {"engine": followed(model, x), "dense": stack.enter_context(frozen(model, x))}
         last: dict[str, Tensor] = {}
 
-        def way(name: str) -> None:
+        def variant(name: str) -> None:
             last[name] = gradient(nets[name], x, y)
 
-        ways = {name: partial(way, name) for name in nets}
-        for warm_up in ways.values():
+        variants = {name: partial(variant, name) for name in nets}
+        for warm_up in variants.values():
             warm_up()
-        times = interleaved(ways, options.repeats)
+        times = interleaved(variants, options.repeats)
         with torch.no_grad():
             logits = {name: net(x) for name, net in nets.items()}
     apart = _error(last["engine"], last["dense"])  # of the last turn: what is used again must still be right
@@ -136,35 +136,35 @@ def passes(model: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace) 
 def gradient(net: Logits, x: Tensor, y: Tensor) -> Tensor:
     """The gradient of the summed cross entropy with respect to the images."""
     points = x.detach().requires_grad_(True)
-    (found,) = torch.autograd.grad(F.cross_entropy(net(points), y, reduction="sum"), points)
-    return found
+    (gradients,) = torch.autograd.grad(F.cross_entropy(net(points), y, reduction="sum"), points)
+    return gradients
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     """The median over the images of the largest difference, relative to the largest number.
 
     The median, as a ReLU or a maximum whose inputs are equal up to rounding may give another gradient to one image.
     """
     largest = expected.abs().flatten(1).amax(1).clamp_min(1e-30)
-    return float(((found - expected).abs().flatten(1).amax(1) / largest).median())
+    return float(((actual - expected).abs().flatten(1).amax(1) / largest).median())
 
 
 def evaluations(model: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """PGD-10 and the answers to what it found, both ways."""
+    """PGD-10 and the classes of its adversarial images, both variants."""
     attack = Pgd(steps=STEPS)
 
     def evaluate(on: bool, count: int) -> None:
         with engine(on=on):
             accuracy(model, x[:count], y[:count], attack=attack, batch=count, seed=options.seed, num_classes=CLASSES)
 
-    ways = {name: partial(evaluate, name == "engine", len(x)) for name in ("engine", "dense")}
-    for name in ways:
+    variants = {name: partial(evaluate, name == "engine", len(x)) for name in ("engine", "dense")}
+    for name in variants:
         evaluate(name == "engine", min(16, len(x)))  # the first time takes finding out what the network computes
-    return _compared("evaluation", f"PGD-{STEPS}", interleaved(ways, options.repeats), options)
+    return _compared("evaluation", f"PGD-{STEPS}", interleaved(variants, options.repeats), options)
 
 
 def steps(model: nn.Module, masks: Masks, x: Tensor, y: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """A fine-tuning step, both ways, each on its own copy of the network."""
+    """A fine-tuning step, both variants, each on its own copy of the network."""
     times = {"engine": Times(), "dense": Times()}
     for repeat in range(options.step_repeats):
         for name in times if repeat % 2 == 0 else reversed(times):
@@ -208,10 +208,10 @@ def agreement(options: argparse.Namespace) -> dict[str, Any]:
     start = ball.random(x)
     with engine(on=False), frozen(model, x) as dense:
         nets: dict[str, Logits] = {"dense": dense, "plain": model.eval(), "engine": followed(model, x)}
-        found = {name: _attacked(net, x, y, start, ball) for name, net in nets.items()}
+        attacked = {name: _attacked(net, x, y, start, ball) for name, net in nets.items()}
     losses, robust = {}, {}
     with torch.no_grad():
-        for name, (_, last) in found.items():
+        for name, (_, last) in attacked.items():
             answer = model(last)
             losses[name], robust[name] = (
                 float(F.cross_entropy(answer, y)),
@@ -220,19 +220,19 @@ def agreement(options: argparse.Namespace) -> dict[str, Any]:
         natural = float((model(x).argmax(1) == y).float().mean())
 
     def alike(name: str) -> dict[str, float]:
-        one, last = (float((found[name][k] == found["dense"][k]).float().mean()) for k in (0, 1))
+        one, last = (float((attacked[name][k] == attacked["dense"][k]).float().mean()) for k in (0, 1))
         apart = abs(losses[name] / losses["dense"] - 1)
         return {"equal_pixels_1": one, "equal_pixels_10": last, "loss_difference": apart, "robust": robust[name]}
 
-    made = {"engine": alike("engine"), "control": alike("plain"), "robust_dense": robust["dense"], "natural": natural}
+    result = {"engine": alike("engine"), "control": alike("plain"), "robust_dense": robust["dense"], "natural": natural}
     for name in ("engine", "control"):
-        each: Any = made[name]
+        pair: Any = result[name]
         print(
-            f"{name:<8} against dense: {each['equal_pixels_1']:.3%} of the pixels equal after 1 step, "
-            f"{each['equal_pixels_10']:.3%} after {STEPS}; loss {each['loss_difference']:.1e} apart; "
-            f"robust {each['robust']:.2%}, dense {robust['dense']:.2%}"
+            f"{name:<8} against dense: {pair['equal_pixels_1']:.3%} of the pixels equal after 1 step, "
+            f"{pair['equal_pixels_10']:.3%} after {STEPS}; loss {pair['loss_difference']:.1e} apart; "
+            f"robust {pair['robust']:.2%}, dense {robust['dense']:.2%}"
         )
-    return {"network": options.trained, "n": len(x), "epsilon": EPSILON, **made}
+    return {"network": options.trained, "n": len(x), "epsilon": EPSILON, **result}
 
 
 def _attacked(net: Logits, x: Tensor, y: Tensor, start: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:
@@ -291,8 +291,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser)
     parser.add_argument("--batch", default=128, type=positive, help="images at a time (default: 128)")
-    parser.add_argument("--threads", default=1, type=positive, help="of both ways (default: 1)")
-    parser.add_argument("--repeats", default=5, type=positive, help="turns of each way (default: 5)")
+    parser.add_argument("--threads", default=1, type=positive, help="of both variants (default: 1)")
+    parser.add_argument("--repeats", default=5, type=positive, help="turns of each variant (default: 5)")
     parser.add_argument("--step-repeats", default=1, type=positive, help="turns of the training step (default: 1)")
     parser.add_argument("--seed", default=0, type=int, help="of everything random (default: 0)")
     parser.add_argument("--parts", default=PARTS, nargs="+", choices=PARTS, help="what to measure (default: all)")

@@ -1,8 +1,8 @@
 """AutoAttack: ours and the pyautoattack package, on the same network and the same images.
 
 Both take turns in one process. The network is a small one with batch norm, trained against PGD on the embedded Fashion
-images, so that it is partly robust: images that hold out are what an evaluation is spent on. Where the two differ about
-an image is told, as the attacks draw other random numbers.
+images, so that it is partly robust: an evaluation spends its time on robust images. Images about which the two differ
+are printed, as the attacks draw other random numbers.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Train or load the network, run both, print the table; the JSON object to be."""
+    """Train or load the network, run both, print the table; return the JSON object."""
     source = registry.load("fashion")
     model = network(options, source)
     test = source.test.select(subset(len(source.test), options.examples, 0))
@@ -65,21 +65,21 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         natural = model(x).argmax(1) == y
     say(f"{len(x)} images, {float(natural.float().mean()):.1%} right, {options.norm} {options.epsilon:g}")
     seconds: dict[str, Seconds] = {"ours": defaultdict(list), "theirs": defaultdict(list)}
-    found: dict[str, Tensor] = {}
+    right_images: dict[str, Tensor] = {}
 
     def robust(points: Tensor) -> Tensor:
         with torch.no_grad():
             return model(points).argmax(1) == y
 
     run = {"ours": ours(model, options, seconds["ours"]), "theirs": theirs(model, options, seconds["theirs"])}
-    ways = {name: lambda name=name: found.update({name: robust(run[name](x, y))}) for name in run}
-    times = interleaved(ways, options.repeats, progress(options.repeats))
+    variants = {name: lambda name=name: right_images.update({name: robust(run[name](x, y))}) for name in run}
+    times = interleaved(variants, options.repeats, progress(options.repeats))
     disagreements = [
-        {"image": int(at), "robust_by": "ours" if found["ours"][at] else "theirs"}
-        for at in (found["ours"] != found["theirs"]).nonzero().flatten()
+        {"image": int(at), "robust_by": "ours" if right_images["ours"][at] else "theirs"}
+        for at in (right_images["ours"] != right_images["theirs"]).nonzero().flatten()
     ]
-    _table(times, seconds, found, disagreements)
-    share = {name: float(right.float().mean()) for name, right in found.items()}
+    _table(times, seconds, right_images, disagreements)
+    share = {name: float(right.float().mean()) for name, right in right_images.items()}
     return {
         "benchmark": "autoattack",
         "network": options.network,
@@ -181,7 +181,10 @@ def _batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def _table(
-    times: dict[str, Times], seconds: dict[str, Seconds], found: dict[str, Tensor], disagreements: list[dict[str, Any]]
+    times: dict[str, Times],
+    seconds: dict[str, Seconds],
+    right_images: dict[str, Tensor],
+    disagreements: list[dict[str, Any]],
 ) -> None:
     repeats = len(times["ours"].cpu)
     print(f"{'cpu seconds':<12} {'ours':>9} {'theirs':>9} {'ratio':>7}")
@@ -190,9 +193,10 @@ def _table(
         _row(part, mean["ours"], mean["theirs"])
     _row("all", *(times[name].median("cpu") for name in ("ours", "theirs")))
     _row("all, wall", *(times[name].median("wall") for name in ("ours", "theirs")))
-    print(f"{'robust':<12} {float(found['ours'].float().mean()):9.1%} {float(found['theirs'].float().mean()):9.1%}")
-    for each in disagreements:
-        print(f"image {each['image']} is robust only by {each['robust_by']}")
+    ours, theirs = (float(right_images[name].float().mean()) for name in ("ours", "theirs"))
+    print(f"{'robust':<12} {ours:9.1%} {theirs:9.1%}")
+    for image in disagreements:
+        print(f"image {image['image']} is robust only by {image['robust_by']}")
 
 
 def _row(name: str, ours: float, theirs: float) -> None:

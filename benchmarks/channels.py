@@ -107,20 +107,20 @@ def theirs(model: nn.Module, example: Tensor, groups: int) -> dict[str, Any]:
     try:
         with limited():
             graph = torch_pruning.DependencyGraph().build_dependency(model, example_inputs=example, verbose=False)
-            found = list(graph.get_all_groups(ignored_layers=_last(model)))
+            all_groups = list(graph.get_all_groups(ignored_layers=_last(model)))
     except Exception as error:
         return {"builds": False, "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
     seconds = time.process_time() - began
     names = {id(module): name for name, module in model.named_modules()}
     read = {
         (names[id(item.dep.target.module)], index)
-        for group in found
+        for group in all_groups
         for item in group
         if _reads(item)
         for index in item.idxs
     }
-    step = max(1, len(found) // groups)
-    results = [_one_group(torch_pruning, model, example, number) for number in range(0, len(found), step)]
+    step = max(1, len(all_groups) // groups)
+    results = [_one_group(torch_pruning, model, example, number) for number in range(0, len(all_groups), step)]
     gaps = [gap for gap in results if gap is not None]
     return {
         "builds": True,
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"no model {name!r}: one of {', '.join(known)}")
     torch.set_num_threads(1)
     external._import_torchvision()
-    ways: dict[str, Callable[[nn.Module, Tensor, int], dict[str, Any]]] = {"ours": ours}
+    variants: dict[str, Callable[[nn.Module, Tensor, int], dict[str, Any]]] = {"ours": ours}
     own = Path(harp.pruning.channels.__file__).parent
     followed = [
         "atoms.py",
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import torch_pruning
 
-        ways["torch-pruning"] = theirs
+        variants["torch-pruning"] = theirs
         package = Path(torch_pruning.__file__).parent
         lines["torch-pruning"] = lines_of(package, ["dependency", "ops.py", "pruner/function.py"])
         print(f"torch-pruning {version('torch-pruning')}")
@@ -238,21 +238,22 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'model':38}{'way':15}{'builds':>7}{'seconds':>9}{'share':>7}{'equal':>9}{'gap':>9}")
     table = []
     for name, model, example in zoo(options.models):
-        for way, follow in ways.items():
+        for variant, follow in variants.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                row = {"model": name, "way": way, **follow(model, example, options.groups)}
+                row = {"model": name, "way": variant, **follow(model, example, options.groups)}
             table.append(row)
             if row["builds"]:
                 gap = "-" if row["gap"] is None else f"{row['gap']:.0e}"
                 equal = f"{row['equal']}/{row['tried']}"
                 print(
-                    f"{name:38}{way:15}{'yes':>7}{row['seconds']:9.1f}{row['share']:7.0%}{equal:>9}{gap:>9}", flush=True
+                    f"{name:38}{variant:15}{'yes':>7}{row['seconds']:9.1f}{row['share']:7.0%}{equal:>9}{gap:>9}",
+                    flush=True,
                 )
             else:
-                print(f"{name:38}{way:15}{'no':>7}  {row['reason'][:60]}", flush=True)
+                print(f"{name:38}{variant:15}{'no':>7}  {row['reason'][:60]}", flush=True)
     versions = {name: version(name) for name in ("torch", "torchvision", "timm")}
-    if "torch-pruning" in ways:
+    if "torch-pruning" in variants:
         versions["torch-pruning"] = version("torch-pruning")
     print(json.dumps({"rows": table, "lines": lines, "versions": versions, "cpu": platform.processor()}))
     return 0

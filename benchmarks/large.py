@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Pre-train, prune and fine-tune for a few batches each; the JSON object to be."""
+    """Pre-train, prune and fine-tune for a few batches each; return the JSON object."""
     torch.manual_seed(0)
     shape = (3, options.size, options.size)
     normalize = compose.load(RECIPE).model.normalize
@@ -102,23 +102,23 @@ def _stage(
     if not all(map(math.isfinite, losses)):
         raise SystemExit(f"large.py: {name} has a loss that is not finite: {losses}")
     gaps = [(after - before) / options.replays for before, after in itertools.pairwise(marks)]
-    found = {
+    result = {
         "seconds_an_update": round(statistics.median(gaps), 3),
         "seconds_an_image": round(statistics.median(gaps) / options.batch, 4),
         "losses": [round(loss, 4) for loss in losses],
         "peak_gigabytes": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
         "records": records,
     }
-    return found, fitted.masks
+    return result, fitted.masks
 
 
 def _checked(pruner: Harp, records: list[dict[str, Any]]) -> dict[str, Any]:
     """The budget loss and γ of every batch, after comparing them with the paper's formulas."""
     sizes, rates = pruner.units.sizes, pruner.rates().detach().tolist()
     by_hand = max(sum(a * n for a, n in zip(rates, sizes, strict=True)) / (KEEP * sum(sizes)) - 1, 0.0)
-    said = float(pruner.budget_loss().detach())
-    if abs(by_hand - said) > 1e-4 * max(1.0, said):  # the budget is a whole number of weights
-        raise SystemExit(f"large.py: the budget loss is {said}, the paper's formula gives {by_hand}")
+    reported = float(pruner.budget_loss().detach())
+    if abs(by_hand - reported) > 1e-4 * max(1.0, reported):  # the budget is a whole number of weights
+        raise SystemExit(f"large.py: the budget loss is {reported}, the paper's formula gives {by_hand}")
     gammas = [record["gamma"] for record in records]
     expected = [STEP * (1 + record["epoch"]) for record in records]
     if any(abs(a - b) > 1e-9 for a, b in zip(gammas, expected, strict=True)):

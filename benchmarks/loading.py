@@ -4,9 +4,9 @@ Images of 64x64 pixels (Tiny-ImageNet where it is given, else made up) are padde
 500x375 pixels, made up, are cropped at random and resized to 224. Both come from a folder and from shards, decoded in
 the process itself and by worker processes. Files are in the page cache: a slow disk is not what is measured here.
 
-The ways take turns; medians of the wall clock count, as workers are other processes. `ahead` is the most memory that
-worker processes may hold decoded, workers x 2 x batch; `resident` is what this process and all its workers really had
-at the end, beyond what it had before.
+The variants take turns; medians of the wall clock count, as workers are other processes. `ahead` is the most memory
+that worker processes may hold decoded, workers x 2 x batch; `resident` is the memory that this process and its workers
+have at the end, beyond what it had before.
 """
 
 import argparse
@@ -53,16 +53,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Images a second of every way."""
+    """Images a second of every variant."""
     rows, before = [], _resident()
     for size in options.sizes:
-        ways = dict(_ways(options, folder, size))
-        for name, batches in ways.items():
+        variants = dict(_variants(options, folder, size))
+        for name, batches in variants.items():
             say(f"warming up {name}")
             _epoch(batches)
-        calls = {name: partial(_epoch, batches) for name, batches in ways.items()}
+        calls = {name: partial(_epoch, batches) for name, batches in variants.items()}
         times = interleaved(calls, options.repeats, progress(options.repeats))
-        for name, batches in ways.items():
+        for name, batches in variants.items():
             images = len(batches) * batches.batch
             bytes_ahead = batches.workers * PREFETCH * batches.batch * 3 * int(size) ** 2
             rows.append(
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 }
             )
         resident = _resident() - before
-        ways.clear()
+        variants.clear()
         calls.clear()
         say(f"size {size}: {resident / 1e6:.0f} MB more in this process and its workers")
         rows[-1]["resident_mb"] = round(resident / 1e6, 1)
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {**facts, "rows": rows, "torch": torch.__version__, "cpu": cpu_name(), "load": load()}
 
 
-def _ways(options: argparse.Namespace, folder: Path, size: str) -> Iterator[tuple[str, Batches]]:
+def _variants(options: argparse.Namespace, folder: Path, size: str) -> Iterator[tuple[str, Batches]]:
     pictures = folder / size
     if size == SMALL and options.data_dir is not None:
         source = registry.load("tiny-imagenet", options.data_dir, stream=True)
@@ -96,8 +96,8 @@ def _ways(options: argparse.Namespace, folder: Path, size: str) -> Iterator[tupl
     for name, where in (("folder", pictures), ("shards", folder / f"{size}-shards")):
         split = registry.load(name, where, int(size), stream=True).train
         for workers in options.workers:
-            made = Batches(split, min(options.batch, len(split)), augment=augment, workers=workers)
-            yield f"{size} {name}, {workers} workers", made
+            batches = Batches(split, min(options.batch, len(split)), augment=augment, workers=workers)
+            yield f"{size} {name}, {workers} workers", batches
 
 
 def _epoch(batches: Batches) -> None:
@@ -150,7 +150,7 @@ def _family(pid: int) -> list[int]:
         children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         children = []
-    return [pid, *(each for child in children for each in _family(child))]
+    return [pid, *(process for child in children for process in _family(child))]
 
 
 def _parser() -> Parser:

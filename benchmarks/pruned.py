@@ -87,39 +87,39 @@ def counts(name: str, units: Weights, keep: float, strategy: str) -> list[int]:
 def random_masks(name: str, model: nn.Module, keep: float, strategy: str, clustered: float = 0, seed: int = 0) -> Masks:
     """Masks with the counts of a strategy.
 
-    Every set of so many weights is as likely as any other; unless they are clustered: then they are where the largest
-    of normal numbers are that are scaled by what both their channels matter, which is log-normal, `clustered` being
-    the width in logs. Magnitude pruning of a network some of whose channels matter more would do that.
+    Without `clustered` all sets of that many weights are equally likely. With it, every channel has a log-normal
+    importance of that width in logs, and the weights with the largest random magnitude times the importance of their
+    channels are kept: so does magnitude pruning of a network in which some channels matter more.
     """
     units = Weights(model)
     generator = torch.Generator().manual_seed(derive(seed, "masks"))
     numbers = zip(units.names, units.weights, counts(name, units, keep, strategy), strict=True)
     if not clustered:
         return {name: at_random(torch.ones_like(w, dtype=torch.bool), count, generator) for name, w, count in numbers}
-    leaning = _importance(model, clustered, generator)
-    found = {}
-    for each, weight, count in numbers:
+    importance = _importance(model, clustered, generator)
+    masks = {}
+    for name, weight, count in numbers:
         noise = torch.randn(weight.shape, generator=generator).abs().log()
-        found[each] = top_k(leaning[each] + noise, count)
-    return found
+        masks[name] = top_k(importance[name] + noise, count)
+    return masks
 
 
 def _importance(model: nn.Module, width: float, generator: torch.Generator) -> dict[str, Tensor]:
-    """For every weight the logarithms of what its channels matter, of both sides; channels are followed by reading."""
+    """The logarithm of every weight's importance: the sum over its input and its output channel."""
     seen = trace(model, torch.rand(2, *SHAPE, generator=generator))
     ends = seen.atoms.locked()  # images and classes matter all alike
     matters: dict[int, float] = {}
-    found = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+    logs = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for site, roots in zip(seen.sites, seen.roots, strict=True):
-        if site.name in found:
+        if site.name in logs:
             for atom in roots.tolist():
                 if atom not in matters:
                     matters[atom] = 0.0 if atom in ends else width * float(torch.randn((), generator=generator))
-            logs = torch.tensor([matters[atom] for atom in roots.tolist()])
-            axes = [1] * found[site.name].ndim
+            of_channels = torch.tensor([matters[atom] for atom in roots.tolist()])
+            axes = [1] * logs[site.name].ndim
             axes[site.axis] = -1
-            found[site.name] += logs.view(axes)
-    return found
+            logs[site.name] += of_channels.view(axes)
+    return logs
 
 
 @torch.no_grad()

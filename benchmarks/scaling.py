@@ -31,7 +31,7 @@ from harp.errors import HarpError
 from harp.system.distributed.environment import Place
 
 SHAPE, CLASSES = (3, 32, 32), 10
-WORKER = "HARP_SCALING"  # the variable that tells a process that it is one of those who train
+WORKER = "HARP_SCALING"  # set in the processes that train
 
 
 class Enough(Exception):
@@ -39,7 +39,7 @@ class Enough(Exception):
 
 
 class Group:
-    """The processes of one training, which work when they are told to."""
+    """The processes of one training; they wait for commands."""
 
     def __init__(self, processes: int, options: argparse.Namespace) -> None:
         with socket.socket() as free:
@@ -55,17 +55,17 @@ class Group:
         self.answers()  # they are ready
 
     def work(self, steps: int) -> list[dict[str, Any]]:
-        """Let them take so many steps; what each tells of them."""
+        """Let the processes take some steps; return the report of each."""
         for worker in self.workers:
             assert worker.stdin is not None
             print(steps, file=worker.stdin, flush=True)
         return self.answers()
 
     def answers(self) -> list[dict[str, Any]]:
-        """A line of each."""
+        """A line of each process, as JSON."""
         lines = [worker.stdout.readline() for worker in self.workers if worker.stdout is not None]
         if not all(lines):
-            raise HarpError("a process that was to train has ended")
+            raise HarpError("a training process has ended")
         return [json.loads(line) for line in lines]
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Start both trainings, let them take turns, print the table; the JSON object to be."""
+    """Start both trainings, let them take turns, print the table; return the JSON object."""
     say(f"{options.model}: global batch {options.batch}, PGD-{options.steps}, one thread a process, starting")
     groups: dict[str, Group] = {}
     try:
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             groups[name].work(1)  # to warm up
         wall, cpu = turns(groups, options)
         say(f"memory: {options.memory} steps of two processes")
-        told = groups["two"].work(options.memory)
+        reports = groups["two"].work(options.memory)
         say("the batches alone")
         alone = groups["one"].work(0)[0]["pipeline"]
     finally:
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
             group.end()
     seconds = {name: statistics.median(wall[name]) for name in wall}
     effort = {name: statistics.median(cpu[name]) for name in cpu}
-    peaks = [_peaks(each["resident"]) for each in told]
+    peaks = [_peaks(report["resident"]) for report in reports]
     result = {
         "benchmark": "scaling",
         "model": options.model,
@@ -126,8 +126,8 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
         "memory_growth_mb": [round(last - first, 1) for first, last in peaks],
         "pipeline_seconds": round(alone, 5),
         "pipeline_share": round(alone / effort["one"], 4),
-        "wall_seconds": {name: [round(each, 4) for each in wall[name]] for name in wall},
-        "cpu_seconds": {name: [round(each, 4) for each in cpu[name]] for name in cpu},
+        "wall_seconds": {name: [round(second, 4) for second in wall[name]] for name in wall},
+        "cpu_seconds": {name: [round(second, 4) for second in cpu[name]] for name in cpu},
         "cpu": cpu_name(),
         "load": load(),
     }
@@ -139,14 +139,14 @@ def turns(groups: dict[str, Group], options: argparse.Namespace) -> tuple[dict[s
     """Seconds a step by the clock and by the busier process's CPU, one entry a turn."""
     wall: dict[str, list[float]] = {name: [] for name in groups}
     cpu: dict[str, list[float]] = {name: [] for name in groups}
-    tell = progress(options.repeats)
+    show = progress(options.repeats)
     for repeat in range(options.repeats):
         for name in sorted(groups, reverse=repeat % 2 == 1):
             began = time.perf_counter()
-            told = groups[name].work(options.turn)
+            reports = groups[name].work(options.turn)
             wall[name].append((time.perf_counter() - began) / options.turn)
-            cpu[name].append(max(each["cpu"] for each in told) / options.turn)
-            tell(name, repeat, wall[name][-1])
+            cpu[name].append(max(report["cpu"] for report in reports) / options.turn)
+            show(name, repeat, wall[name][-1])
     return wall, cpu
 
 
@@ -180,7 +180,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 class _Turn:
-    """Counts the steps of a turn; at its end tells what it took and waits for the next."""
+    """Counts the steps of a turn; at its end reports the CPU time and memory, and waits for the next."""
 
     def __init__(self, batches: Any) -> None:
         self.batches, self.left, self.began = batches, 0, 0.0
@@ -190,14 +190,14 @@ class _Turn:
         self.resident.append(_resident())
         self.left -= 1
         if self.left == 0:
-            self.tell({"cpu": time.process_time() - self.began, "resident": self.resident})
+            self.report({"cpu": time.process_time() - self.began, "resident": self.resident})
             self.listen()
 
     def ask(self) -> None:
-        self.tell({})
+        self.report({})
         self.listen()
 
-    def tell(self, facts: dict[str, Any]) -> None:
+    def report(self, facts: dict[str, Any]) -> None:
         print(json.dumps(facts), flush=True)
 
     def listen(self) -> None:
@@ -206,7 +206,7 @@ class _Turn:
             raise Enough
         self.left = int(line)
         if self.left == 0:
-            self.tell({"pipeline": self.pipeline()})
+            self.report({"pipeline": self.pipeline()})
             self.listen()
         self.resident, self.began = [], time.process_time()
 
@@ -220,7 +220,7 @@ class _Turn:
 
 
 def _resident() -> int:
-    """The resident set in kilobytes; where the system doesn't tell, its highest value so far."""
+    """The resident set in kilobytes; where the system does not report it, the peak so far."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 1024
     except OSError:

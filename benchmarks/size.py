@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Prune, store in every way, print the table; the JSON object to be."""
+    """Prune, store in every format, print the table; return the JSON object."""
     graph, tensors, masks = network(options)
     header = {"architecture": {"name": options.model}, "input_shape": list(SHAPE), "classes": CLASSES}
     dense = safetensors.torch.save(tensors)

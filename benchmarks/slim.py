@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Cut the networks, time them, print the table; the JSON object to be."""
+    """Cut the networks, time them, print the table; return the JSON object."""
     torch.manual_seed(0)
     width = {} if options.width is None else {"width": options.width}
     model = models.build(options.model, num_classes=CLASSES, shape=SHAPE, **width).train()
@@ -67,20 +67,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"benchmark": "slim", "model": options.model, "width": options.width}
     result |= {"flops_ratio": {name: round(value, 3) for name, value in ratio.items()}}
     result |= {"threads": options.threads, "repeats": options.repeats}
-    for engine, ways in (("torch", eager), ("ort", runtime)):
-        result[f"speedup_{engine}"] = _speedups(engine, ways(networks), ratio, options)
+    for engine, variants in (("torch", eager), ("ort", runtime)):
+        result[f"speedup_{engine}"] = _speedups(engine, variants(networks), ratio, options)
     steps = _fine_tuning(model, networks, masks, options.train_batch)
     result["speedup_finetune"] = _train_speedups(steps, ratio, options)
     versions = {"torch": torch.__version__, "onnxruntime": version()}
     return result | {**versions, "cpu": cpu_name(), "load": load(), "metric": "wall_seconds"}
 
 
-Ways = dict[str, Callable[[Tensor], object]]
+Variants = dict[str, Callable[[Tensor], object]]
 
 
-def eager(networks: dict[str, nn.Module]) -> Ways:
+def eager(networks: dict[str, nn.Module]) -> Variants:
     """Plain calls in eval mode, batch norms folded by nobody."""
-    made = {name: copy.deepcopy(net).eval() for name, net in networks.items()}
+    models = {name: copy.deepcopy(net).eval() for name, net in networks.items()}
 
     def call(net: nn.Module) -> Callable[[Tensor], object]:
         def forward(x: Tensor) -> object:
@@ -89,10 +89,10 @@ def eager(networks: dict[str, nn.Module]) -> Ways:
 
         return forward
 
-    return {name: call(net) for name, net in made.items()}
+    return {name: call(net) for name, net in models.items()}
 
 
-def runtime(networks: dict[str, nn.Module]) -> Ways:
+def runtime(networks: dict[str, nn.Module]) -> Variants:
     """ONNX Runtime; none where it is not installed."""
     if version() is None:
         say("onnxruntime, onnx or onnxscript is not installed: only torch is measured")
@@ -102,7 +102,7 @@ def runtime(networks: dict[str, nn.Module]) -> Ways:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = torch.get_num_threads()
     settings.log_severity_level = 3
-    made: Ways = {}
+    sessions: Variants = {}
     for name, net in networks.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "net.onnx"
@@ -118,8 +118,8 @@ def runtime(networks: dict[str, nn.Module]) -> Ways:
             )
             session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         entry = session.get_inputs()[0].name
-        made[name] = lambda x, session=session, entry=entry: session.run(None, {entry: x.numpy()})
-    return made
+        sessions[name] = lambda x, session=session, entry=entry: session.run(None, {entry: x.numpy()})
+    return sessions
 
 
 def _fine_tuning(
@@ -141,57 +141,57 @@ def _fine_tuning(
 
         return step
 
-    ways = {}
+    variants = {}
     for name, pruned in masks.items():
         masked, small = copy.deepcopy(model).train(), copy.deepcopy(networks[name]).train()
         ones = {
             n: torch.ones_like(w, dtype=torch.bool)
             for n, w in zip(Weights(masked).names, Weights(masked).weights, strict=True)
         }
-        ways[f"masked {name}"] = stepper(masked, Fixed(Weights(masked), {**ones, **pruned}))
-        ways[f"slim {name}"] = stepper(small, Dense(Weights(small)))
-    return ways
+        variants[f"masked {name}"] = stepper(masked, Fixed(Weights(masked), {**ones, **pruned}))
+        variants[f"slim {name}"] = stepper(small, Dense(Weights(small)))
+    return variants
 
 
-def _speedups(engine: str, ways: Ways, ratio: dict[str, float], options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for batch in (1, 64) if ways else ():
+def _speedups(engine: str, variants: Variants, ratio: dict[str, float], options: argparse.Namespace) -> dict[str, Any]:
+    speedups: dict[str, Any] = {}
+    for batch in (1, 64) if variants else ():
         x = torch.rand(batch, *SHAPE)
         calls = max(1, 64 // batch // 2)
-        turns = {name: _several(way, x, calls) for name, way in ways.items()}
+        turns = {name: _several(variant, x, calls) for name, variant in variants.items()}
         for turn in turns.values():
             turn()
         times = interleaved(turns, options.repeats, progress(options.repeats))
         for name, times_fewer in ratio.items():
             speedup = times["dense"].median("wall") / times[name].median("wall")
-            found[f"{name} batch {batch}"] = round(speedup, 2)
+            speedups[f"{name} batch {batch}"] = round(speedup, 2)
             ms = [1e3 * times[n].median("wall") / calls for n in ("dense", name)]
             words = f"{engine:<8} batch {batch:>3} {name:>4}: {ms[0]:8.2f} -> {ms[1]:8.2f} ms, x{speedup:5.2f}"
             print(f"{words}, FLOPs x{times_fewer:5.2f}, share {speedup / times_fewer:.2f}")
-    return found
+    return speedups
 
 
 def _train_speedups(
-    ways: dict[str, Callable[[], object]], ratio: dict[str, float], options: argparse.Namespace
+    variants: dict[str, Callable[[], object]], ratio: dict[str, float], options: argparse.Namespace
 ) -> dict[str, Any]:
-    for way in ways.values():
-        way()
-    times = interleaved(ways, options.repeats, progress(options.repeats))
-    found = {}
+    for variant in variants.values():
+        variant()
+    times = interleaved(variants, options.repeats, progress(options.repeats))
+    speedups = {}
     for name, times_fewer in ratio.items():
         slow, quick = (times[f"{kind} {name}"].median("wall") for kind in ("masked", "slim"))
-        found[name] = round(slow / quick, 2)
+        speedups[name] = round(slow / quick, 2)
         print(
             f"finetune batch {options.train_batch:>3} {name:>4}: {1e3 * slow:8.1f} -> {1e3 * quick:8.1f} ms, "
             f"x{slow / quick:5.2f}, FLOPs x{times_fewer:5.2f}, share {slow / quick / times_fewer:.2f}"
         )
-    return found
+    return speedups
 
 
-def _several(way: Callable[[Tensor], object], x: Tensor, calls: int) -> Callable[[], None]:
+def _several(variant: Callable[[Tensor], object], x: Tensor, calls: int) -> Callable[[], None]:
     def turn() -> None:
         for _ in range(calls):
-            way(x)
+            variant(x)
 
     return turn
 
@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="vgg16", help="a name (`harp list models`) for 32x32 images (default: vgg16)"
     )
     parser.add_argument("--width", default=None, type=float, help="the network's width, where it has one")
-    parser.add_argument("--repeats", default=7, type=positive, help="how often each way is timed (default: 7)")
+    parser.add_argument("--repeats", default=7, type=positive, help="how often each variant is timed (default: 7)")
     parser.add_argument("--train-batch", default=64, type=positive, help="images of a fine-tuning step (default: 64)")
     parser.add_argument(
         "--threads", default=torch.get_num_threads(), type=positive, help="threads of torch (default: as it is set)"

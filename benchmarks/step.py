@@ -1,6 +1,6 @@
 """One HARP pruning step: ours, the papers' to the letter, and the same passes through a plain dense network.
 
-The ways take turns in one process, each on its own copy of the same network, with the same images and random numbers:
+The variants take turns in one process, each on its own copy of the network, with the same images and random numbers:
 
 ours   the objective (PGD, then the loss), backward, pull-back to scores and quotas, optimiser step, weights written.
 twin   the published step: masked layers that sort their scores in every forward pass, PGD in eval mode through them
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, object]:
-    """Build the ways, warm them up, time them, print the table; the JSON object to be."""
+    """Build the variants, warm them up, time them, print the table; return the JSON object."""
     torch.manual_seed(0)
     model = _network(options.model, options.width)
     batch = torch.rand(options.batch, *SHAPE), torch.randint(CLASSES, (options.batch,))
@@ -78,10 +78,10 @@ def measure(options: argparse.Namespace) -> dict[str, object]:
     for name, step in steps.items():
         losses[name] = step(1)
 
-    def way(name: str) -> Callable[[], None]:
+    def variant(name: str) -> Callable[[], None]:
         return lambda: losses.update({name: steps[name](options.steps)})
 
-    times = interleaved({name: way(name) for name in steps}, options.repeats, progress(options.repeats))
+    times = interleaved({name: variant(name) for name in steps}, options.repeats, progress(options.repeats))
     medians = {name: {clock: times[name].median(clock) for clock in ("cpu", "wall")} for name in times}
     _table(times, options)
     clock = options.clock
@@ -170,7 +170,7 @@ def dense(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 class _Counter:
-    """0, 1, 2, ...: the seed of each step, the same for every way."""
+    """0, 1, 2, ...: the seed of each step, the same for every variant."""
 
     def __init__(self) -> None:
         self.next = -1
@@ -211,7 +211,7 @@ def _twin(model: nn.Module, pruner: Harp) -> Twin:
 
 @torch.no_grad()
 def _agreement(pruner: Harp, twin: Twin) -> float:
-    """The share of mask entries that both ways have come to; they differ by rounding in the attack's signs only."""
+    """The share of mask entries that both variants have come to; they differ by rounding in the attack's signs only."""
     pairs = [(mask, _mask(layer)) for mask, layer in zip(pruner.current().values(), twin.layers.values(), strict=True)]
     equal = sum(int((ours == theirs).sum()) for ours, theirs in pairs)
     return equal / sum(mask.numel() for mask, _ in pairs)
@@ -254,7 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="a name (`harp list models`) or path/to/file.py:function")
     parser.add_argument("--batch", required=True, type=positive, help="images a step; the papers train with 128")
     parser.add_argument("--steps", default=10, type=positive, help="steps of the attack (default: 10)")
-    parser.add_argument("--repeats", default=3, type=positive, help="how often each way is timed (default: 3)")
+    parser.add_argument("--repeats", default=3, type=positive, help="how often each variant is timed (default: 3)")
     parser.add_argument(
         "--threads",
         default=torch.get_num_threads(),

@@ -1,4 +1,4 @@
-"""How the benchmarks talk: arguments with one-line errors, progress on standard error."""
+"""What benchmarks share at the terminal: arguments with one-line errors, progress on standard error."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ class Parser(argparse.ArgumentParser):
     """Errors are one line, as everywhere else."""
 
     def error(self, message: str) -> NoReturn:
-        """Say it and end."""
+        """Print the message and exit."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 
@@ -22,10 +22,10 @@ def positive(text: str) -> int:
 
 
 def progress(repeats: int) -> Callable[[str, int, float], None]:
-    """Tells of every way that was timed."""
+    """A function that prints a line for every variant that was timed."""
     return lambda name, repeat, seconds: say(f"  repeat {repeat + 1}/{repeats}  {name:<6} {seconds:8.2f} s")
 
 
 def say(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)

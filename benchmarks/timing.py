@@ -1,7 +1,7 @@
-"""Measure several ways of doing one thing side by side, so that a busy machine is unfair to none of them.
+"""Time several variants of the same work side by side, so that other load on the machine affects all alike.
 
-The ways take turns in one process, in an order that rotates, and medians are compared. Two clocks run: the CPU time of
-the process, which other programs disturb least, and the wall clock, which alone shows what more threads are worth.
+The variants take turns in one process, in an order that rotates, and medians are compared. Two clocks run: the CPU time
+of the process, which other programs disturb least, and the wall clock, which alone shows what more threads are worth.
 """
 
 import os
@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from harp.deploy.bench.measuring import cpu_name
+from harp.deploy.bench import cpu_name
 
 __all__ = ["Times", "cpu_name", "interleaved", "load"]
 
 
 @dataclass
 class Times:
-    """The seconds of one way, one entry a repeat."""
+    """The seconds of one variant, one entry a repeat."""
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
@@ -33,21 +33,21 @@ class Times:
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     repeats: int,
     on_measured: Callable[[str, int, float], None] = lambda name, repeat, seconds: None,
 ) -> dict[str, Times]:
-    """Call every way once a repeat and time it; warm them up before, nothing here does.
+    """Call every variant once a repeat and time it; they have to be warm.
 
     `on_measured(name, repeat, wall seconds)` is called after each, for a display.
     """
-    times = {name: Times() for name in ways}
-    names = list(ways)
+    times = {name: Times() for name in variants}
+    names = list(variants)
     for repeat in range(repeats):
         first = repeat % len(names)
         for name in names[first:] + names[:first]:
             cpu, wall = time.process_time(), time.perf_counter()
-            ways[name]()
+            variants[name]()
             times[name].cpu.append(time.process_time() - cpu)
             times[name].wall.append(time.perf_counter() - wall)
             on_measured(name, repeat, times[name].wall[-1])
@@ -55,5 +55,5 @@ def interleaved(
 
 
 def load() -> float | None:
-    """How many processes wanted to run during the last minute, where the system tells."""
+    """The load average of the last minute, where the system reports it."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

@@ -15,26 +15,26 @@ needs_native = pytest.mark.skipif(bindings.kernels() is None, reason="no native 
 
 
 def last(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
 
 
 @needs_native
 def test_attack_prints_a_table_and_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert attack.main([*TINY, *SMALL, "--batch", "4", "--repeats", "1", "--epochs", "1"]) == 0
-    found = last(capsys)
+    result = last(capsys)
     for part in ("attack", "evaluation", "step"):
-        seconds = found[f"{part}_seconds"]
+        seconds = result[f"{part}_seconds"]
         assert min(seconds["engine"]) > 0
-        assert found[f"speedup_{part}"] == pytest.approx(seconds["dense"][0] / seconds["engine"][0], rel=0.1, abs=0.02)
-    assert found["median_gradient_error"] < 1e-4
-    assert found["max_relative_error"] < 1e-4
+        assert result[f"speedup_{part}"] == pytest.approx(seconds["dense"][0] / seconds["engine"][0], rel=0.1, abs=0.02)
+    assert result["median_gradient_error"] < 1e-4
+    assert result["max_relative_error"] < 1e-4
     for pair in ("engine", "control"):
-        alike = found["agreement"][pair]
+        alike = result["agreement"][pair]
         # From another start no pixel would be equal, by other gradients half of them. Rounding flips few, by CPU.
         assert alike["equal_pixels_1"] > 0.9 and alike["equal_pixels_10"] > 0.7
         assert alike["loss_difference"] < 0.1
-        assert abs(alike["robust"] - found["agreement"]["robust_dense"]) <= 4 / 32
+        assert abs(alike["robust"] - result["agreement"]["robust_dense"]) <= 4 / 32
     assert "HARP_ENGINE" not in os.environ
 
 
@@ -42,8 +42,8 @@ def test_attack_prints_a_table_and_one_json_object(capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_parts_of_the_attack_benchmark_can_be_had_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert attack.main([*TINY, "--batch", "2", "--repeats", "1", "--parts", "pass"]) == 0
-    found = last(capsys)
-    assert "speedup_attack" in found and not {"speedup_step", "speedup_evaluation", "agreement"} & found.keys()
+    result = last(capsys)
+    assert "speedup_attack" in result and not {"speedup_step", "speedup_evaluation", "agreement"} & result.keys()
 
 
 def test_without_native_code_there_is_nothing_to_measure(

@@ -66,8 +66,8 @@ def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_ways_take_turns_from_a_rotating_start() -> None:
     calls: list[str] = []
-    ways = {name: lambda name=name: calls.append(name) for name in "abc"}
-    times = interleaved(ways, 3)
+    variants = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = interleaved(variants, 3)
     assert calls == list("abcbcacab")
     assert all(len(taken.cpu) == len(taken.wall) == 3 for taken in times.values())
 

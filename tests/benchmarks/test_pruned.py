@@ -44,20 +44,20 @@ def test_published_rates_are_for_their_networks_and_budget(name: str, keep: floa
 def test_clustered_masks_keep_as_many_weights_and_leave_more_channels_dead() -> None:
     dead, kept = [], []
     for width in (0, 2):
-        model, found = pruned.pruned("resnet8", 0.02, "uniform", width=0.5, clustered=width)
-        kept.append({name: int(mask.sum()) for name, mask in found.items()})
-        assert all(not bool(model.get_parameter(name)[~mask].any()) for name, mask in found.items())
-        dead.append(remove_dead(model, torch.rand(2, *pruned.SHAPE), found).parameters[1])
+        model, kept_masks = pruned.pruned("resnet8", 0.02, "uniform", width=0.5, clustered=width)
+        kept.append({name: int(mask.sum()) for name, mask in kept_masks.items()})
+        assert all(not bool(model.get_parameter(name)[~mask].any()) for name, mask in kept_masks.items())
+        dead.append(remove_dead(model, torch.rand(2, *pruned.SHAPE), kept_masks).parameters[1])
     assert kept[0] == kept[1]
     assert dead[1] < dead[0]
 
 
 def test_a_pruned_network_follows_from_its_seed() -> None:
-    made = [pruned.pruned("resnet8", 0.1, "erk", width=0.5, clustered=1, seed=seed) for seed in (3, 3, 4)]
-    states = [model.state_dict() for model, _ in made]
+    networks = [pruned.pruned("resnet8", 0.1, "erk", width=0.5, clustered=1, seed=seed) for seed in (3, 3, 4)]
+    states = [model.state_dict() for model, _ in networks]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert masks.kept(made[0][1]) == masks.kept(made[2][1])
-    assert any(not torch.equal(made[0][1][name], made[2][1][name]) for name in made[0][1])
+    assert masks.kept(networks[0][1]) == masks.kept(networks[2][1])
+    assert any(not torch.equal(networks[0][1][name], networks[2][1][name]) for name in networks[0][1])
 
 
 def test_signals_do_not_fade() -> None:

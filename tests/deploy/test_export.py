@@ -1,4 +1,4 @@
-"""Exports: every file answers like the network, in a process that knows nothing else; nothing half is left."""
+"""Exports: every file gives the logits of the network in a fresh process; no incomplete export is left."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import harp
 from harp.cli import app
-from harp.deploy.export import check, codings, formats, write
-from harp.deploy.export import source as subjects
+from harp.deploy.export import formats, write
+from harp.deploy.export.source import Source, of_module, of_target
 from harp.engine import format
 from harp.engine.capture.capture import capture
 from harp.engine.format.reader import read_sparse
@@ -33,11 +33,16 @@ from support.cases import batch, build
 TINY = {"name": "tinynet", "width": 6}
 
 
+def source_of(target: object) -> Source:
+    """What the command exports of a target, without options."""
+    return of_target(str(target), None, None, None, Quiet(), needs_data=False)
+
+
 def run_of(folder: Path, **options: Any) -> nn.Module:
-    """A run on garments, made without training."""
-    made = finished_run.content(data="fashion", model=options.pop("model", TINY), **options)
+    """A run on Fashion-MNIST, not trained."""
+    content = finished_run.content(data="fashion", model=options.pop("model", TINY), **options)
     results = [finished_run.score("natural", 80, 100), finished_run.score("pgd-20", 40, 100, 0.1)]
-    return finished_run.make(folder, made, results=results)
+    return finished_run.make(folder, content, results=results)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, json.loads((folder / "export" / "manifest.json").read_text())
 
 
-def test_the_manifest_says_what_is_there(weights: tuple[Path, dict[str, Any]]) -> None:
+def test_the_manifest_describes_the_files_and_the_network(weights: tuple[Path, dict[str, Any]]) -> None:
     folder, manifest = weights
     assert sorted(path.name for path in (folder / "export").iterdir()) == sorted(["manifest.json", *manifest["files"]])
     for name, entry in manifest["files"].items():
@@ -69,7 +74,7 @@ def test_the_manifest_says_what_is_there(weights: tuple[Path, dict[str, Any]]) -
     assert budget["kept"] == sum(layer["kept"] for layer in budget["layers"])
     assert manifest["architecture"] == {"name": "tinynet", "options": {"width": 6}}
     assert (manifest["input_shape"], len(manifest["classes"])) == ([1, 28, 28], 10)
-    assert [(each["name"], each["n"], each.get("epsilon")) for each in manifest["accuracy"]] == [
+    assert [(result["name"], result["n"], result.get("epsilon")) for result in manifest["accuracy"]] == [
         ("natural", 100, None), ("pgd-20", 100, 0.1),
     ]  # fmt: skip
     origin = manifest["provenance"]
@@ -78,20 +83,20 @@ def test_the_manifest_says_what_is_there(weights: tuple[Path, dict[str, Any]]) -
     assert "parameters" in manifest["files"]["network.onnx"]["removed"]
 
 
-def test_accuracies_of_the_codings_are_those_of_the_network(weights: tuple[Path, dict[str, Any]]) -> None:
+def test_the_accuracy_of_every_coding_is_measured(weights: tuple[Path, dict[str, Any]]) -> None:
     _, manifest = weights
-    found = [(each["values"], each["name"], each["n"]) for each in manifest["codings"]]
-    assert found == [(values, name, 40) for values in ("f32", "f16", "int8") for name in ("natural", "pgd-20")]
-    natural, robust = (each["value"] for each in manifest["codings"][:2])
+    measured = [(result["values"], result["name"], result["n"]) for result in manifest["codings"]]
+    assert measured == [(values, name, 40) for values in ("f32", "f16", "int8") for name in ("natural", "pgd-20")]
+    natural, robust = (result["value"] for result in manifest["codings"][:2])
     assert robust <= natural
-    assert all(each["low"] <= each["value"] <= each["high"] for each in manifest["codings"])
+    assert all(result["low"] <= result["value"] <= result["high"] for result in manifest["codings"])
 
 
 def test_the_sparse_file_holds_the_kept_weights(weights: tuple[Path, dict[str, Any]]) -> None:
     folder, manifest = weights
     header, stored = read_sparse(folder / "export" / "network.harp")
     kept = {layer["name"]: layer["kept"] for layer in manifest["budget"]["layers"]}
-    assert {name: len(each.values) for name, each in stored.items() if name in kept} == kept
+    assert {name: len(tensor.values) for name, tensor in stored.items() if name in kept} == kept
     assert header["manifest"]["budget"] == manifest["budget"]
     assert "files" not in header["manifest"]
     graph = Graph.from_dict(header["graph"])
@@ -106,23 +111,26 @@ def test_the_sparse_file_holds_the_kept_weights(weights: tuple[Path, dict[str, A
     assert network.header["classes"] == manifest["classes"]
 
 
-def test_the_other_files_are_plain(weights: tuple[Path, dict[str, Any]]) -> None:
+def test_the_safetensors_file_is_the_state_and_the_onnx_file_takes_any_batch(
+    weights: tuple[Path, dict[str, Any]],
+) -> None:
     folder, _ = weights
     tensors, _ = load_tensors(folder / "export" / "network.safetensors")
     original, _ = load_tensors(folder / "model.safetensors")
     assert {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in original.items()}
     onnx = pytest.importorskip("onnx")
     graph = onnx.load(str(folder / "export" / "network.onnx")).graph
-    assert [each.name for each in graph.input] == ["images"]
+    assert [value.name for value in graph.input] == ["images"]
     assert graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch", "the number of images is open"
 
 
-def test_a_run_without_its_channels(tmp_path: Path) -> None:
-    made = {"units": {"kind": "channels", "budget": "flops"}, "model": {"name": "tinynet", "width": 8}}
-    small = run_of(tmp_path / "run", keep=0.4, **made)
-    subject = subjects.of(str(tmp_path / "run"), None, None, None, Quiet(), needs_data=False)
-    assert subject.cut is not None
-    manifest = write.export(subject, tmp_path / "out", ["sparse", "safetensors"], values="f32")
+def test_the_small_network_of_a_channel_run_is_exported(tmp_path: Path) -> None:
+    options = {"units": {"kind": "channels", "budget": "flops"}, "model": {"name": "tinynet", "width": 8}}
+    options["model"] |= {"normalize": [[0.3], [0.4]]}
+    small = run_of(tmp_path / "run", keep=0.4, **options)
+    source = source_of(tmp_path / "run")
+    assert source.cut is not None
+    manifest = write.export(source, tmp_path / "out", ["sparse", "safetensors"], values="f32")
     parameters = sum(p.numel() for p in small.parameters())
     assert manifest["dense_bytes"] > 4 * parameters
     assert manifest["files"]["network.harp"]["deviation"] < 1e-5, "f32 is exact"
@@ -131,7 +139,7 @@ def test_a_run_without_its_channels(tmp_path: Path) -> None:
     assert torch.allclose(harp.load(tmp_path / "out" / "network.harp")(x), small(x).detach(), atol=1e-4)
 
 
-def test_a_model_by_its_name(tmp_path: Path) -> None:
+def test_a_model_without_a_run_is_exported_by_its_name(tmp_path: Path) -> None:
     command = ["export", "tinynet", "--data", "digits", "--to", "sparse", "--output", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
@@ -150,7 +158,7 @@ def test_loading_needs_no_torch(weights: tuple[Path, dict[str, Any]]) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder / "export" / "network.harp")], check=True)
 
 
-# What goes wrong.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -161,72 +169,72 @@ def test_loading_needs_no_torch(weights: tuple[Path, dict[str, Any]]) -> None:
         (["--to", "sparse", "--weights", "a"], "a run has its own"),
     ],
 )
-def test_wrong_options(weights: tuple[Path, dict[str, Any]], arguments: list[str], words: str) -> None:
+def test_wrong_options_are_refused(weights: tuple[Path, dict[str, Any]], arguments: list[str], words: str) -> None:
     with pytest.raises(HarpError, match=words):
         CliRunner().invoke(app, ["export", str(weights[0]), *arguments], catch_exceptions=False)
 
 
-def test_targets_that_are_no_runs(tmp_path: Path) -> None:
+def test_targets_that_are_no_finished_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no folder"):
-        subjects.of(str(tmp_path / "nothing"), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path / "nothing")
     with pytest.raises(RunFolderError, match="is no run"):
-        subjects.of(str(tmp_path), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path)
     run_of(tmp_path / "half")
     (tmp_path / "half" / "summary.json").unlink()
     with pytest.raises(RunFolderError, match="is not finished"):
-        subjects.of(str(tmp_path / "half"), None, None, None, Quiet(), needs_data=False)
+        source_of(tmp_path / "half")
 
 
-def test_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_whose_packages_are_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r'onnx, onnxscript, onnxruntime: pip install "harp-prune\[export\]"'):
         formats.check(["sparse", "onnx"])
     formats.check(["sparse", "safetensors"])
 
 
-def test_a_folder_that_can_not_be_written(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+def test_a_folder_that_cannot_be_written_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    source = source_of(weights[0])
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="can't write to"):
-        write.export(subject, tmp_path / "file" / "out", ["sparse"])
+        write.export(source, tmp_path / "file" / "out", ["sparse"])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ModelError])
-def test_nothing_half_is_left(
+def test_a_failed_export_leaves_no_files(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    source = source_of(weights[0])
 
-    def stop(form: str, path: Path, *rest: Any) -> check.Checked:
+    def stop(form: str, path: Path, *rest: Any) -> dict[str, Any]:
         assert path.stat().st_size > 0
         if form == "safetensors":
             raise error("stop")
-        return check.Checked(1, 0.0, 0, False)
+        return {}
 
-    monkeypatch.setattr(write, "ask", stop)
+    monkeypatch.setattr(write, "check_file", stop)
     with pytest.raises(error):
-        write.export(subject, tmp_path / "out", ["sparse", "safetensors"])
+        write.export(source, tmp_path / "out", ["sparse", "safetensors"])
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_that_answers_otherwise_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_file_with_other_logits_is_refused(weights: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     folder, _ = weights
-    images = torch.rand(4, 1, 28, 28)
-    network = harp.load(folder / "export" / "network.harp")
-    logits = network(images)
-    good = check.ask("sparse", folder / "export" / "network.harp", images, logits, {})
-    assert good.error < 1e-6
+    source, images, file = source_of(folder), torch.rand(4, 1, 28, 28), folder / "export" / "network.harp"
+    logits = harp.load(file)(images)
+    assert write.check_file("sparse", file, source, images, logits)["error"] < 1e-6
     with pytest.raises(ModelError, match="answers otherwise than the network"):
-        check.ask("sparse", folder / "export" / "network.harp", images, logits * 1.001, {})
-    files.write_bytes(tmp_path / "bad.harp", (folder / "export" / "network.harp").read_bytes()[:-1])
-    with pytest.raises(ModelError, match="cut or damaged"):
-        check.ask("sparse", tmp_path / "bad.harp", images, logits, {})
+        write.check_file("sparse", file, source, images, logits * 1.001)
+    with pytest.raises(ModelError, match=r"logits are of shape \(4, 10\), not \(4, 9\)"):
+        write.check_file("sparse", file, source, images, logits[:, :9])
+    files.write_bytes(tmp_path / "bad.harp", file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="cut or damaged"):
+        write.check_file("sparse", tmp_path / "bad.harp", source, images, logits)
 
 
-def test_the_date_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_date_that_is_no_number_of_seconds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
     with pytest.raises(RecipeError, match="SOURCE_DATE_EPOCH=yesterday"):
-        write._date()
+        write.export(of_module(build("residual"), (3, 8, 8)), tmp_path, ["sparse"])
 
 
 # The file with a graph in it.
@@ -244,11 +252,11 @@ def residual() -> tuple[nn.Module, Graph, dict[str, torch.Tensor], dict[str, tor
     return model, captured.graph, captured.tensors(model), masks
 
 
-def test_biases_that_nobody_reads_are_left_out(residual: Any, tmp_path: Path) -> None:
+def test_biases_of_unread_channels_are_not_stored(residual: Any, tmp_path: Path) -> None:
     model, graph, tensors, masks = residual
     files.write_bytes(tmp_path / "a.harp", pack(graph, tensors, masks, {"classes": 4}, "f32"))
     header, stored = read_sparse(tmp_path / "a.harp")
-    dropped = {name for name, each in stored.items() if name.endswith("bias") and each.indices is not None}
+    dropped = {name for name, tensor in stored.items() if name.endswith("bias") and tensor.indices is not None}
     assert dropped, "most channels have no reader"
     assert header["classes"] == 4
     x = batch(6)[0]
@@ -257,33 +265,33 @@ def test_biases_that_nobody_reads_are_left_out(residual: Any, tmp_path: Path) ->
     assert torch.allclose(reference.run(graph, read, x), model(x).detach(), atol=1e-5)
 
 
-def test_channels_are_read_if_changing_them_changes_the_answer(residual: Any) -> None:
+def test_changing_an_unread_channel_changes_no_logits(residual: Any) -> None:
     _, graph, tensors, masks = residual
-    found = read_channels(graph, masks)
+    read_by_layer = read_channels(graph, masks)
     x = batch(4)[0]
     expected = reference.run(graph, tensors, x)
     for node in graph.nodes:
         if node.op == "conv" and "bias" in node.tensors:
             name = node.tensors["bias"]
-            for channel, read in enumerate(found[node.name].tolist()):
+            for channel, read in enumerate(read_by_layer[node.name].tolist()):
                 moved = {**tensors, name: tensors[name].clone()}
                 moved[name][channel] += 100.0
                 same = torch.equal(reference.run(graph, moved, x), expected)
                 assert same or read, f"{name} {channel} is read"
 
 
-def test_codings_round_as_they_say(residual: Any) -> None:
+def test_coarser_codings_change_the_logits_more(residual: Any) -> None:
     model, graph, tensors, masks = residual
     x = batch(8)[0]
     expected = model(x).detach()
     gaps = {}
-    for values in codings.CODINGS:
-        twin = codings.twin(graph, pack(graph, tensors, masks, {}, values))
+    for values in formats.CODINGS:
+        twin = formats.unpacked(graph, pack(graph, tensors, masks, {}, values))
         gaps[values] = float((twin(x) - expected).abs().max() / expected.abs().max())
     assert gaps["f32"] < 1e-6 < gaps["f16"] < gaps["int8"] < 0.05
 
 
-def test_what_torch_has_to_compute_is_in_the_file(tmp_path: Path) -> None:
+def test_operations_that_torch_computes_are_stored_in_the_file(tmp_path: Path) -> None:
     model = build("transformer").eval()
     captured = capture(model, batch(2)[0])
     content = pack(captured.graph, captured.tensors(model), {}, {}, "f32")
@@ -297,7 +305,7 @@ def test_what_torch_has_to_compute_is_in_the_file(tmp_path: Path) -> None:
     assert stored["position"].indices is None
 
 
-def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
+def test_files_that_hold_no_valid_network_are_refused(residual: Any, tmp_path: Path) -> None:
     _, graph, tensors, masks = residual
     path = tmp_path / "a.harp"
     format.write(path, tensors, masks, {})
@@ -328,19 +336,19 @@ def test_files_that_are_no_networks(residual: Any, tmp_path: Path) -> None:
 def test_a_second_export_adds_to_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    monkeypatch.setattr(write, "check_file", lambda *_: {})
+    source = source_of(weights[0])
     out = tmp_path / "out"
-    write.export(subject, out, ["sparse"], values="f32")
-    manifest = write.export(subject, out, ["safetensors"])
+    write.export(source, out, ["sparse"], values="f32")
+    manifest = write.export(source, out, ["safetensors"])
     assert list(manifest["files"]) == ["network.harp", "network.safetensors"]
     assert manifest["files"]["network.harp"]["values"] == "f32"
     (out / "network.safetensors").write_bytes(b"something else")
-    assert list(write.export(subject, out, ["sparse"])["files"]) == ["network.harp"]
+    assert list(write.export(source, out, ["sparse"])["files"]) == ["network.harp"]
 
 
 class Noting(Quiet):
-    """Keeps what is said."""
+    """Keeps the notes."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -352,21 +360,15 @@ class Noting(Quiet):
 def test_an_export_of_another_network_leaves_nothing_of_the_first(
     weights: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "ask", lambda *_: check.Checked(1, 0.0, 0, False))
-    subject = subjects.of(str(weights[0]), None, None, None, Quiet(), needs_data=False)
+    monkeypatch.setattr(write, "check_file", lambda *_: {})
+    source = source_of(weights[0])
     out = tmp_path / "out"
-    write.export(subject, out, ["sparse", "safetensors", "torch-export"])
+    write.export(source, out, ["sparse", "safetensors", "torch-export"])
     (out / "network.pt2").write_bytes(b"changed by somebody")
     with torch.no_grad():
-        next(subject.model.parameters()).mul_(0.5)
-    said = Noting()
-    manifest = write.export(subject, out, ["sparse"], display=said)
+        next(source.model.parameters()).mul_(0.5)
+    display = Noting()
+    manifest = write.export(source, out, ["sparse"], display=display)
     assert list(manifest["files"]) == ["network.harp"]
     assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "network.harp", "network.pt2"]
-    assert [note for note in said.notes if note.startswith("removed network.safetensors: of another network")]
-
-
-def test_a_check_that_does_not_end_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "PATIENCE", 0.01)
-    with pytest.raises(ModelError, match=r"sparse file has not answered 2 images in 0\.01 seconds"):
-        check.ask("sparse", tmp_path / "a.harp", torch.zeros(2, 1), torch.zeros(2, 1), {})
+    assert [note for note in display.notes if note.startswith("removed network.safetensors: of another network")]

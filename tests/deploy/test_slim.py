@@ -43,18 +43,18 @@ CONTENT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    made = Run(recipe.parse(CONTENT), tmp_path_factory.mktemp("runs"))
-    made.execute()
-    return made
+    run = Run(recipe.parse(CONTENT), tmp_path_factory.mktemp("runs"))
+    run.execute()
+    return run
 
 
 @pytest.fixture(scope="module")
 def weight_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """99 % of the weights pruned at once."""
     stages = [{"name": "prune", "pruner": {"name": "lamp", "keep": "2%"}, "epochs": 0}, CONTENT["stages"][2]]
-    made = Run(recipe.parse({**CONTENT, "units": {}, "stages": stages}), tmp_path_factory.mktemp("runs"))
-    made.execute()
-    return made
+    run = Run(recipe.parse({**CONTENT, "units": {}, "stages": stages}), tmp_path_factory.mktemp("runs"))
+    run.execute()
+    return run
 
 
 def test_a_channel_run_leaves_a_smaller_network_within_its_budget(run: Run) -> None:
@@ -76,7 +76,7 @@ def test_a_channel_run_leaves_a_smaller_network_within_its_budget(run: Run) -> N
     assert by_macs.spent(masks.load(folder / "masks.safetensors")) == counted["macs"]
 
 
-def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Run) -> None:
+def test_the_fine_tuned_network_is_small_and_its_accuracies_are_measured_on_it(run: Run) -> None:
     stages = [run.stage_folder(number) for number in range(3)]
     sizes = [sum(t.numel() for t in load_tensors(f / "model.safetensors")[0].values()) for f in stages]
     assert sizes[0] == sizes[1] > sizes[2]
@@ -88,17 +88,17 @@ def test_the_fine_tuned_network_is_small_too_and_the_numbers_are_its_own(run: Ru
     assert sum(p.numel() for p in subject.dense.parameters()) > sum(p.numel() for p in subject.model.parameters())
 
 
-def test_the_wide_state_answers_like_the_small_network(run: Run) -> None:
-    found = run_folder.read(run.folder())
+def test_the_state_in_full_shapes_gives_the_logits_of_the_small_network(run: Run) -> None:
+    finished = run_folder.read(run.folder())
     wide = build.build(run.recipe.model, run.data, None).eval()
-    wide.load_state_dict(found.state())
+    wide.load_state_dict(finished.state())
     x = run.data.test.images[:16].float() / 255
     with torch.no_grad():
         torch.testing.assert_close(wide(x), run.model.eval()(x), rtol=1e-4, atol=1e-5)
     assert artefact.outside(wide, masks.load(run.folder() / "masks.safetensors")) == 0
 
 
-def test_interrupted_fine_tuning_of_the_small_network_goes_on_to_the_same_bits(run: Run, tmp_path: Path) -> None:
+def test_interrupted_fine_tuning_of_the_small_network_resumes_bit_for_bit(run: Run, tmp_path: Path) -> None:
     again = Run(recipe.parse(CONTENT), tmp_path, minutes=0.0)
 
     def stop_in_the_middle(record: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ def test_written_files_load_without_the_package(kind: str, run: Run, weight_run:
         assert isinstance(weight, nn.Parameter)
         weight.data[:, 2] = 0
         weight.data[4] = 0
-        shrunk = slim.of_dead(net, x)
+        shrunk = slim.without_dead_channels(net, x)
     shrunk.save(tmp_path / "net")
     with torch.no_grad():
         torch.save({"x": x, "y": shrunk.model.eval()(x)}, tmp_path / "io.pt")
@@ -151,7 +151,7 @@ assert not any(name.split(".")[0] == "harp" for name in sys.modules)
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "net"), str(tmp_path / "io.pt")], check=True)
 
 
-def test_dead_channels_of_a_weight_run_are_cut_without_changing_an_answer(weight_run: Run, tmp_path: Path) -> None:
+def test_cutting_dead_channels_of_a_weight_run_changes_no_logits(weight_run: Run, tmp_path: Path) -> None:
     shrunk = slim.of_run(weight_run.folder())
     facts = shrunk.facts()
     assert facts["parameters"][1] < facts["parameters"][0]
@@ -162,7 +162,7 @@ def test_dead_channels_of_a_weight_run_are_cut_without_changing_an_answer(weight
     assert {path.name for path in (tmp_path / "net").iterdir()} == {"model.safetensors", "slim.json", "rebuild.py"}
 
 
-def test_a_description_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_path: Path) -> None:
+def test_a_damaged_cut_or_one_of_another_model_is_refused(run: Run, tmp_path: Path) -> None:
     cut = artefact.cut_of(run.folder())
     assert cut is not None
     with pytest.raises(ModelError, match="another model"):
@@ -187,7 +187,7 @@ def test_a_description_of_another_model_or_a_damaged_one_is_refused(run: Run, tm
             artefact.cut_of(folder)
 
 
-def test_recipes_say_what_has_no_meaning_for_their_units() -> None:
+def test_options_without_a_meaning_for_the_units_are_refused() -> None:
     for units, text in (
         ({"kind": "channels", "include": ["a"]}, "include has no meaning"),
         ({"multiple": 8}, "multiple has no meaning"),
@@ -203,10 +203,10 @@ def test_recipes_say_what_has_no_meaning_for_their_units() -> None:
 
 def test_a_budget_of_macs_for_weights_is_met_by_a_run(tmp_path: Path) -> None:
     stages = [{"name": "prune", "pruner": {"name": "hydra", "keep": "10%"}, "epochs": 1}]
-    made = Run(recipe.parse({**CONTENT, "units": {"budget": "macs"}, "stages": stages}), tmp_path)
-    outcome = made.execute()
+    run = Run(recipe.parse({**CONTENT, "units": {"budget": "macs"}, "stages": stages}), tmp_path)
+    outcome = run.execute()
     summary = json.loads((outcome.folder / "summary.json").read_text())
-    assert isinstance(made.pruner(made.recipe.stages[0], None), Hydra)
+    assert isinstance(run.pruner(run.recipe.stages[0], None), Hydra)
     assert summary["budget"]["unit"] == "MACs"
     assert 0.99 * summary["budget"]["total"] < summary["cost"]["macs_kept"] <= summary["budget"]["total"]
 
@@ -242,14 +242,14 @@ def test_compact_fine_tuning_is_the_same_training(tmp_path: Path) -> None:
         content = {**CONTENT, "units": {}, "objective": "natural", "stages": copy.deepcopy(stages)}
         content["evaluate"] = {"attacks": [], "examples": 60}
         content["stages"][1]["compact"] = compact
-        made = Run(recipe.parse(content), tmp_path)
+        run = Run(recipe.parse(content), tmp_path)
         notes: list[str] = []
-        made.display.note = notes.append  # type: ignore[method-assign]
-        outcome = made.execute()
+        run.display.note = notes.append  # type: ignore[method-assign]
+        outcome = run.execute()
         assert any("compact" in note for note in notes) == (compact is None)
         assert outcome.masks is not None
-        assert masks.kept(outcome.masks) == made.total
-        runs.append(made)
+        assert masks.kept(outcome.masks) == run.total
+        runs.append(run)
     assert runs[0].stage_folder(1) != runs[1].stage_folder(1)
     x = runs[0].data.test.images[:64].float() / 255
     with torch.no_grad():

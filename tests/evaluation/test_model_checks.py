@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harp.cli import looking
+from harp.cli import output
 from harp.errors import BudgetError, RecipeError
 from harp.evaluation import model_checks
 from harp.experiments import plan
@@ -143,17 +143,17 @@ class Voice:
 
 
 def test_who_waits_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "PATIENCE", 0.01)
+    monkeypatch.setattr(output, "SLOW", 0.01)
     voice = Voice()
-    with looking.saying(voice, "looking"):
+    with output.note_if_slow(voice, "looking"):
         for _ in range(500):
             if voice.said:
                 break
             torch.randn(200, 200).sum()
     assert voice.said == ["looking"]
-    monkeypatch.setattr(looking, "PATIENCE", 60.0)
-    with looking.saying(voice, "quick"):
+    monkeypatch.setattr(output, "SLOW", 60.0)
+    with output.note_if_slow(voice, "quick"):
         pass
-    with looking.saying(voice, ""):
+    with output.note_if_slow(voice, ""):
         pass
     assert voice.said == ["looking"]

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from harp.cli import catalogue
+from harp.cli import listing
 from harp.errors import RecipeError
 from harp.experiments import compose, recipe, study
 from harp.experiments.compose import Choice, methods
@@ -233,7 +233,7 @@ def test_the_short_names_of_the_documentation() -> None:
 
 @pytest.mark.parametrize("base", sorted(compose.shipped()))
 def test_the_examples_of_the_listing_are_recipes(base: str) -> None:
-    examples = dict(catalogue.axes(base))
+    examples = dict(listing.recipe_options(base))
     words = examples["example"].split()
     given = {word.removeprefix("--"): words[place + 1] for place, word in enumerate(words) if word.startswith("--")}
     chosen = compose.load(words[2], choice=Choice(**given))  # type: ignore[arg-type]

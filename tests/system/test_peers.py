@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harp.cli import ranks
+from harp.cli import processes
 from harp.errors import LOST, UNFINISHED, Interrupted, Lost
 from harp.system.distributed import peers
 from harp.system.distributed.launcher import SUPERVISOR
@@ -213,7 +213,7 @@ def test_the_command_reports_how_it_ends_to_the_others(
 
     monkeypatch.setattr(peers, "several", lambda: True)
     monkeypatch.setattr(peers, "of_this_run", One)
-    ranks.leave(code)
+    processes.announce_exit(code)
     assert reports == [in_order]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.paths import ROOT
-from tooling.scripts import load_script
+from support.scripts import load_script
 
 coverage = load_script("coverage")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tooling.scripts import git, load_script
+from support.scripts import git, load_script
 
 quick = load_script("quick")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tooling.scripts import git, load_script
+from support.scripts import git, load_script
 
 slow = load_script("slow")
 

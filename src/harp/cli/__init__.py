@@ -13,16 +13,22 @@ from harp import __version__
 from harp.cli import (
     bench,
     compare,
+    demo,
+    doctor,
     estimate,
     evaluate,
     export,
-    looking,
-    ranks,
+    listing,
+    plan,
+    processes,
+    prune,
+    report,
     reproduce,
-    shards,
+    run,
+    shard,
     signals,
     slim,
-    training,
+    submit,
 )
 from harp.errors import LOST, HarpError, Interrupted, Lost
 
@@ -32,7 +38,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Make robust neural networks small: holistic adversarially robust pruning for any PyTorch model.",
-    epilog="Start with `harp demo`. Then `harp doctor MODEL` and `harp prune MODEL --data DATA --keep 1%`.",
+    epilog="""Start with `harp demo`. Then `harp doctor MODEL` and `harp prune MODEL --data DATA --keep 1%`.
+
+    Exit codes: 0 finished; 1 finished, but with a problem that is printed; 2 wrong input or a failure, in one line;
+    3 finished, but the network answers at chance level; 75 saved, run the same command again; 76 another process was
+    lost, run it again; 130 Ctrl-C.""",
 )
 
 
@@ -53,25 +63,25 @@ def _root(
 
 
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": training.demo,
-    "run": training.run,
-    "prune": training.prune,
+    "demo": demo.demo,
+    "run": run.run,
+    "prune": prune.prune,
     "compare": compare.compare,
     "reproduce": reproduce.reproduce,
     "estimate": estimate.estimate,
     "evaluate": evaluate.evaluate,
-    "report": evaluate.report,
+    "report": report.report,
     "slim": slim.slim,
     "export": export.export,
     "bench": bench.bench,
-    "shard": shards.shard,
-    "list": looking.list_,
-    "plan": looking.plan,
-    "doctor": looking.doctor,
+    "shard": shard.shard,
+    "list": listing.list_,
+    "plan": plan.plan,
+    "doctor": doctor.doctor,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
-app.add_typer(evaluate.submit, name="submit")
+app.add_typer(submit.submit, name="submit")
 
 __all__ = [
     "main",
@@ -92,7 +102,7 @@ def main() -> None:
     try:
         _main()
     except SystemExit as end:
-        ranks.leave(end.code)
+        processes.announce_exit(end.code)
         raise
 
 
@@ -101,26 +111,25 @@ def _main() -> None:
     # Spinning threads make a shared machine up to 40 times slower. This must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.getLogger("harp").handlers = [_Log()]
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where the home folder can't be written
     try:
-        with signals.heeded():
+        with signals.exit_on_signals():
             app()
     except HarpError as error:
-        ranks.say(f"error: {' '.join(str(error).split())}")
+        processes.print_error(f"error: {' '.join(str(error).split())}")
         sys.exit(2)
     except Interrupted as stop:
-        ranks.say_first(f"\n{stop} ({stop.cause}). Go on with the same command: {ranks.command()}")
+        again = f"Go on with the same command: {processes.command_line()}"
+        processes.print_once(f"\n{stop} ({stop.cause}). {again}")
         sys.exit(stop.code)
-    except Lost as lost:
-        ranks.say_lost(lost)
-        sys.exit(LOST)
-    except RuntimeError as error:
-        process_loss = ranks.loss(error)
-        if process_loss is None:
+    except (Lost, RuntimeError) as error:
+        lost = error if isinstance(error, Lost) else processes.loss_of(error)
+        if lost is None:
             raise
-        ranks.say_lost(process_loss)
+        processes.print_loss(lost)
         sys.exit(LOST)
     except KeyboardInterrupt:
-        ranks.say_first("\nstopped")
+        processes.print_once("\nstopped")
         sys.exit(128 + signal.SIGINT)
     except OSError as error:
         typer.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)

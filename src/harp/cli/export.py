@@ -1,32 +1,26 @@
 """The command `harp export`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option, echo
 
-from harp.cli.options import DataDir, Json, Weights
+from harp.cli import options
+from harp.cli.output import print_json, show_table
 
 
 def export(
-    target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp evaluate`.")],
-    to: Annotated[list[str], typer.Option(help="sparse, onnx, safetensors or torch-export; may be repeated.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for the files; default: RUN/export, or export/MODEL.")
-    ] = None,
-    values: Annotated[str, typer.Option(help="How the sparse file stores kept weights: f16, f32 or int8.")] = "f16",
-    dense: Annotated[
-        bool, typer.Option("--dense", help="Keep channels that change no answer, in ONNX and torch-export.")
-    ] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="Measure natural and PGD-20 accuracy with the values of every coding.")
-    ] = False,
-    examples: Annotated[int | None, typer.Option(min=1, help="Test images for --check; default: as the run.")] = None,
-    data: Annotated[str | None, typer.Option(help="Data set, if the target is a model.")] = None,
-    data_dir: DataDir = None,
-    weights: Weights = None,
-    as_json: Json = False,
+    target: Annotated[str, Argument(help="A run's folder, or a model as in `harp evaluate`.")],
+    to: Annotated[list[str], Option(help="sparse, onnx, safetensors or torch-export; may be repeated.")],
+    output: Annotated[Path | None, Option(help="Folder for the files; default: RUN/export, or export/MODEL.")] = None,
+    values: Annotated[str, Option(help="How the sparse file stores kept weights: f16, f32 or int8.")] = "f16",
+    dense: Annotated[bool, Option("--dense", help="Keep dead channels in ONNX and torch-export.")] = False,
+    check: Annotated[bool, Option("--check", help="Measure natural and PGD-20 accuracy in every coding.")] = False,
+    examples: Annotated[int | None, Option(min=1, help="Test images for --check; default: as the run.")] = None,
+    data: options.ModelData = None,
+    data_dir: options.DataDir = None,
+    weights: options.Weights = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write a network for elsewhere, and prove in a fresh process that every file answers like the network.
 
@@ -44,34 +38,22 @@ def export(
 
     display = Terminal()
     formats.check(to)
-    subject = source.of(target, data, data_dir, weights, display, needs_data=check)
+    exported = source.of_target(target, data, data_dir, weights, display, needs_data=check)
     folder = output or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
     manifest = write.export(
-        subject, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
+        exported, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
     )
     if as_json:
-        typer.echo(json.dumps(manifest, indent=2))
+        print_json(manifest)
         return
     rows = [_row(name, entry) for name, entry in manifest["files"].items()]
-    columns = ("file", "bytes", "of dense", "error", "deviation", "")
-    display.table(f"{subject.name}: {subject.dense_bytes:,} bytes dense", columns, rows)
+    heads = ("file", "bytes", "of dense", "error", "deviation", "")
+    display.table(f"{exported.name}: {exported.dense_bytes:,} bytes dense", heads, rows)
     if "codings" in manifest:
-        accuracies = [
-            [
-                result["values"],
-                result["name"],
-                f"{result['value']:.2%}",
-                f"{result['low']:.2%} – {result['high']:.2%}",
-                f"{result['n']:,}",
-            ]
-            for result in manifest["codings"]
-        ]
-        display.table(
-            "\naccuracy with the values of each coding",
-            ("values", "test", "accuracy", "95 % interval", "n"),
-            accuracies,
-        )
-    typer.echo(f"written   {folder} (manifest.json says what is there)")
+        columns = {"values": "{values}", "test": "{name}", "accuracy": "{value:.2%}"}
+        columns |= {"95 % interval": "{low:.2%} – {high:.2%}", "n": "{n:,}"}
+        show_table(display, "\naccuracy with the values of each coding", columns, manifest["codings"])
+    echo(f"written   {folder} (manifest.json says what is there)")
 
 
 def _row(name: str, entry: dict[str, Any]) -> list[str]:

@@ -1,72 +1,72 @@
 """Options that several commands share, and their help texts."""
 
+import os
+import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from harp.cli.clock import began
+from harp.system.distributed.launcher import SUPERVISOR
 
-BEGAN = began()
+
+def start_time() -> float:
+    """The start of this process, or of the supervisor that launched it, on the clock of `time.monotonic`.
+
+    The current time if the system does not report it.
+    """
+    try:
+        fields = Path(f"/proc/{os.environ.get(SUPERVISOR, 'self')}/stat").read_text().rpartition(") ")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.monotonic()
+    return time.monotonic() - max(0.0, age)
+
+
+BEGAN = start_time()
 """The start time of the command, from which `--max-minutes` counts."""
 
-SIGNS = {"good": "✓", "look": "?", "bad": "✗"}
-"""The marks of verdicts in tables."""
-
-DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder that holds the data set's published files.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for runs; finished stages in it are reused.")]
+DataDir = Annotated[Path | None, Option("--data-dir", help="Folder that holds the data set's published files.")]
+Out = Annotated[Path, Option("--out", help="Folder for runs; finished stages in it are reused.")]
 Set = Annotated[
-    list[str], typer.Option("--set", help="Change a value of the recipe, like stages.prune.epochs=5; may be repeated.")
+    list[str], Option("--set", help="Change a value of the recipe, like stages.prune.epochs=5; repeatable.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Devices = Annotated[int, typer.Option(help="Processes (and GPUs) on this machine.")]
-Nodes = Annotated[int, typer.Option(help="Machines; give the same command on each of them.")]
-NodeRank = Annotated[int, typer.Option(envvar="NODE_RANK", help="This machine's number among them, from 0.")]
+ShapeData = Annotated[str | None, Option("--data", help="Data set that decides classes and image shape.")]
+ModelData = Annotated[str | None, Option("--data", help="Data set, if the target is a model.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+Devices = Annotated[int, Option(help="Processes (and GPUs) on this machine.")]
+Nodes = Annotated[int, Option(help="Machines; give the same command on each of them.")]
+NodeRank = Annotated[int, Option(envvar="NODE_RANK", help="This machine's number among them, from 0.")]
 MainAddress = Annotated[
-    str | None, typer.Option(help="HOST or HOST:PORT of machine 0, where several are.", show_default=False)
+    str | None, Option(help="HOST or HOST:PORT of machine 0, if there are several.", show_default=False)
 ]
-Minutes = Annotated[float, typer.Option(help="Save the state of a training at least this often.")]
-KeepStates = Annotated[int, typer.Option(help="States of a training to keep, should the newest be damaged.")]
+Minutes = Annotated[float, Option(help="Save the state of a training at least this often.")]
+KeepStates = Annotated[int, Option(help="States of a training to keep, should the newest be damaged.")]
 MaxMinutes = Annotated[
-    float | None,
-    typer.Option(
-        help="Save and end before this many minutes are over, with exit code 75 if there is more to do.",
-        show_default=False,
-    ),
+    float | None, Option(help="Save and end within this many minutes; exit code 75 if unfinished.", show_default=False)
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(
+    Option(
         envvar="HARP_WORKERS",
-        help="Processes that decode streamed images ahead of each training process; default: the cores that are left.",
+        help="Processes that decode images for each training process; default: free cores.",
         show_default=False,
     ),
 ]
-Accelerator = Annotated[str, typer.Option(help="cpu, cuda, mps or auto.")]
-Weights = Annotated[Path | None, typer.Option(help="Trained weights: safetensors, or a torch checkpoint.")]
-Classes = Annotated[int | None, typer.Option(help="Number of classes, where no data set says it.")]
-Shape = Annotated[str | None, typer.Option(help="Image shape like 3x32x32, where no data set says it.")]
-Channels = Annotated[
-    bool, typer.Option("--channels", help="Prune whole channels instead of single weights; tensors get smaller.")
-]
+Accelerator = Annotated[str, Option(help="cpu, cuda, mps or auto.")]
+Weights = Annotated[Path | None, Option(help="Trained weights: safetensors, or a torch checkpoint.")]
+Classes = Annotated[int | None, Option(help="Number of classes, where no data set says it.")]
+Shape = Annotated[str | None, Option(help="Image shape like 3x32x32, where no data set says it.")]
+Channels = Annotated[bool, Option("--channels", help="Prune whole channels, not single weights; tensors get smaller.")]
 Budget = Annotated[
-    str | None,
-    typer.Option(help="What --keep counts: weights or macs; flops, macs, parameters or memory of channels."),
+    str | None, Option(help="What --keep counts: weights, macs; of channels flops, macs, parameters, memory.")
 ]
-KEEP = typer.Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
+KEEP = Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
 Keep = Annotated[str | None, KEEP]
-Method = Annotated[
-    str | None, typer.Option(help="Pruning method (`harp list methods`), like hydra, hydra+lamp or harp:reach=0.")
-]
-Strategy = Annotated[
-    str | None, typer.Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, blend or global.")
-]
-OBJECTIVE = typer.Option(help="Training objective: pgd, trades, mart, fast, free or natural.")
+Method = Annotated[str | None, Option(help="Pruning method (`harp list methods`): hydra, hydra+lamp, harp:reach=0.")]
+Strategy = Annotated[str | None, Option(help="Where the budget goes: uniform, erk, lamp, igq, boosted, blend, global.")]
+OBJECTIVE = Option(help="Training objective: pgd, trades, mart, fast, free or natural.")
 Objective = Annotated[str | None, OBJECTIVE]
-RECIPE = typer.Argument(
-    help="A base (`harp list recipes`), a short name like fashion/hydra-lamp-99, or a YAML file of your own."
-)
-Multiple = Annotated[int, typer.Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
-Model = Annotated[
-    str, typer.Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or path/to/file.py:function.")
-]
+RECIPE = Argument(help="A base (`harp list recipes`), a short name like fashion/hydra-lamp-99, or a YAML file.")
+Multiple = Annotated[int, Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
+Model = Annotated[str, Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or file.py:function.")]

@@ -1,30 +1,32 @@
 """The command `harp slim`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, echo
 
-from harp.cli.options import Classes, DataDir, Json, Shape, Weights
+from harp.cli import options
+from harp.cli.output import print_json
 
 
 def slim(
-    target: Annotated[str, typer.Argument(help="A run's folder, or a model as in `harp doctor`.")],
-    out: Annotated[Path, typer.Option(help="Folder for the small network; must not be there yet.")],
+    target: Annotated[str, Argument(help="A run's folder, or a model as in `harp doctor`.")],
+    out: Annotated[Path, Option(help="Folder for the small network; must not be there yet.")],
     keep: Annotated[
-        str | None, typer.Option(help="Of a model, keep the strongest channels within this share of the budget.")
+        str | None, Option(help="Of a model, keep the strongest channels, this share of the budget.")
     ] = None,
-    budget: Annotated[str, typer.Option(help="What --keep counts: flops, macs, parameters or memory.")] = "flops",
-    multiple: Annotated[int, typer.Option(min=1, help="Keep multiples of so many channels, as hardware likes.")] = 1,
-    data: Annotated[str | None, typer.Option(help="Data set that decides classes and image shape.")] = None,
-    data_dir: DataDir = None,
-    weights: Weights = None,
-    classes: Classes = None,
-    shape: Shape = None,
-    as_json: Json = False,
+    budget: Annotated[str, Option(help="What --keep counts: flops, macs, parameters or memory.")] = "flops",
+    multiple: Annotated[int, Option(min=1, help="Keep multiples of so many channels, as hardware likes.")] = 1,
+    data: options.ShapeData = None,
+    data_dir: options.DataDir = None,
+    weights: options.Weights = None,
+    classes: options.Classes = None,
+    shape: options.Shape = None,
+    as_json: options.Json = False,
 ) -> None:
     """Cut out what is pruned: smaller tensors, the same answers.
+
+    Example: harp slim runs/mine-0123456789ab --out small
 
     Of a run that pruned channels, its small network. Of a run that pruned weights, or a model with zeros, the network
     without the channels that are dead: nobody reads them, or they are constant. Of a model with --keep, the network
@@ -33,7 +35,7 @@ def slim(
     The folder holds model.safetensors, slim.json and rebuild.py, which loads them into the architecture and needs
     torch and safetensors only.
     """
-    from harp.deploy.slim import by_magnitude, check_free, of_dead, of_run
+    from harp.deploy.slim import by_magnitude, check_free, of_run, without_dead_channels
     from harp.errors import RecipeError
     from harp.experiments import plan, presets
     from harp.system.progress import Terminal
@@ -48,24 +50,20 @@ def slim(
         source = subject.source()
         model, (images, _) = subject.model(source), subject.images(source)
         if keep is None:
-            shrunk = of_dead(model, images[:2])
+            shrunk = without_dead_channels(model, images[:2])
         else:
             share = presets.read_number("keep", keep)
             shrunk = by_magnitude(model, images[:2], share, budget=budget, multiple=multiple)
     shrunk.save(out)
     facts = {**shrunk.facts(), "folder": str(out)}
     if as_json:
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
-    rows = [
-        [name, "x".join(map(str, before)), "x".join(map(str, after))]
-        for name, (before, after) in facts["shapes"].items()
-    ]
+    rows = [[name, *("x".join(map(str, shape)) for shape in shapes)] for name, shapes in facts["shapes"].items()]
     Terminal().table("tensors that shrank", ("tensor", "before", "after"), rows)
     names = {"parameters": "parameters", "macs": "MACs", "bytes_dense": "bytes"}
-    totals = [
-        [word, f"{facts[k][0]:,}", f"{facts[k][1]:,}", f"{facts[k][1] / facts[k][0]:.1%}"] for k, word in names.items()
-    ]
+    pairs = {name: facts[key] for key, name in names.items()}
+    totals = [[name, f"{before:,}", f"{after:,}", f"{after / before:.1%}"] for name, (before, after) in pairs.items()]
     Terminal().table("", ("", "before", "after", ""), totals)
-    typer.echo(f"removed   {facts['removed']}")
-    typer.echo(f"written   {out} (model.safetensors, slim.json, rebuild.py)")
+    echo(f"removed   {facts['removed']}")
+    echo(f"written   {out} (model.safetensors, slim.json, rebuild.py)")

@@ -1,4 +1,7 @@
-"""Networks as files for elsewhere: exported, slimmed, attacked as files, timed."""
+"""Networks as files for elsewhere: exported, slimmed, attacked as files, timed.
+
+`runtimes` opens a file in the runtimes that read it, here or in a fresh process (`fresh_process`).
+"""
 
 __all__ = [
     "bench",

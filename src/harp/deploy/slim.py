@@ -30,7 +30,7 @@ class Shrunk:
     model: nn.Module
     cut: Cut
     example: Tensor
-    words: str  # what was removed, and why
+    removed: str  # what was removed, and why
 
     def facts(self) -> dict[str, Any]:
         """The cost of the network before and after, and the shapes of every tensor that shrank."""
@@ -39,7 +39,7 @@ class Shrunk:
         own = dict(self.model.named_parameters())
         shapes = {n: [s, list(own[n].shape)] for n, s in self.cut.shapes.items() if n in own}
         keys = ("parameters", "macs", "bytes_dense")
-        return {"removed": self.words, **{key: [before[key], after[key]] for key in keys}, "shapes": shapes}
+        return {"removed": self.removed, **{key: [before[key], after[key]] for key in keys}, "shapes": shapes}
 
     def save(self, folder: Path) -> None:
         """Write the network, load it with the `rebuild.py` beside it, and compare the logits."""
@@ -65,32 +65,28 @@ def of_run(folder: Path, shape: str | None = None) -> Shrunk:
     network = run.network(None if shape is None else plan.parse_shape(shape))
     example = torch.rand(2, *network.shape, generator=torch.Generator().manual_seed(0))
     if network.cut is None:
-        return of_dead(network.model, example, network.masks or None)
+        return without_dead_channels(network.model, example, network.masks or None)
     channels = sum(layer["size"] - layer["kept"] for layer in run.summary["layers"])
-    words = f"{channels} channels, pruned by the run"
-    return Shrunk(network.architecture, network.model, network.cut, example, words)
+    return Shrunk(network.architecture, network.model, network.cut, example, f"{channels} channels, pruned by the run")
 
 
-def of_dead(model: nn.Module, example: Tensor, pruned: masks.Masks | None = None) -> Shrunk:
+def without_dead_channels(model: nn.Module, example: Tensor, pruned: masks.Masks | None = None) -> Shrunk:
     """The network without dead channels; its logits stay the same."""
     removed = remove_dead(model.eval(), example, pruned)
-    gone = {
+    counts = {
         "that nobody reads": removed.unread.channels,
         "that are zero": removed.zero.channels,
         "that are constant": removed.folded.channels + removed.merged.channels,
     }
-    words = (
-        ", ".join(f"{count} channels {why}" for why, count in gone.items() if count) or "nothing: no channel is dead"
-    )
-    return Shrunk(model, removed.model, removed.cut, example, words)
+    texts = [f"{count} channels {why}" for why, count in counts.items() if count]
+    return Shrunk(model, removed.model, removed.cut, example, ", ".join(texts) or "nothing: no channel is dead")
 
 
 def by_magnitude(model: nn.Module, example: Tensor, keep: float, **options: Any) -> Shrunk:
     """The network without its weakest channels, not fine-tuned: its logits change."""
     units = Channels(model.eval(), example, **options)
     pruned = Magnitude(units, keep).finish()
-    counts = [int(alive.sum()) for alive in units.alive(pruned)]
-    words = (
-        f"{sum(units.sizes) - sum(counts)} of {sum(units.sizes)} channels, the weakest; answers change: fine-tune it"
-    )
-    return Shrunk(model, units.slim(model, pruned), units.cut(pruned), example, words)
+    total = sum(units.sizes)
+    weakest = total - sum(int(alive.sum()) for alive in units.alive(pruned))
+    text = f"{weakest} of {total} channels, the weakest; answers change: fine-tune it"
+    return Shrunk(model, units.slim(model, pruned), units.cut(pruned), example, text)

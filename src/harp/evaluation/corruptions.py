@@ -22,11 +22,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from harp.data import formats
 from harp.data.dataset import DataSet, Split
+from harp.data.datasets.image_folder import files_by_class, joined
+from harp.data.formats.bounded import Array
+from harp.data.formats.images import Centre
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
 from harp.evaluation.score import accuracy, subset
+from harp.system.progress import Quiet
 
 SEVERITIES = (1, 2, 3, 4, 5)
 
@@ -95,7 +98,7 @@ def measure(
     return {"rows": rows, "mean": fmean(row["value"] for row in rows), "missing": missing, "seed": seed, "batch": batch}
 
 
-def _array(path: Path) -> formats.Array:
+def _array(path: Path) -> Array:
     """The array in an .npy file, mapped into memory: its size must be that of the file."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
@@ -136,9 +139,9 @@ def _in_folders(folder: Path, kind: str, severity: int, data: DataSet) -> Corrup
     part = f"{kind}/{severity}"
     if not (folder / part).is_dir():
         raise DataError(f"{folder / part}: no such folder, expected the severities 1 to 5 of {kind}")
-    files = formats.files_by_class(folder, part)
+    files = files_by_class(folder, part, Quiet())
     if len(files) != data.num_classes:
         raise DataError(f"{folder / part}: {len(files)} class folders, expected the {data.num_classes} of {data.name}")
-    extents, labels = formats.joined(folder, files, sorted(files))
-    images = Streamed(extents, formats.Centre(data.shape[1]))
-    return Corruption(kind, severity, lambda: Split(images, torch.from_numpy(labels)), images.digest())
+    encoded = joined(folder, part, files, sorted(files))
+    images = Streamed(encoded, Centre(data.shape[1]))
+    return Corruption(kind, severity, lambda: Split(images, torch.from_numpy(encoded.labels)), images.digest())

@@ -113,7 +113,9 @@ def work(
                     unfinished.add(name)
                 elif code not in (0, AT_CHANCE):  # a network at chance level is a result, too
                     failed[name] = f"exit code {code}"
-                display.run_finished(name, "saved, unfinished" if name in unfinished else failed.get(name), list(running))
+                display.run_finished(
+                    name, "saved, unfinished" if name in unfinished else failed.get(name), list(running)
+                )
             if not ended and running:
                 time.sleep(0.05)
     if stop.signal is not None:

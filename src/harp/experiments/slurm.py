@@ -178,7 +178,7 @@ class Slurm:
         Ctrl-C and SIGTERM end the waiting, not the jobs.
         """
         stop, shown = Stop(), set[str]()
-        with stop.on_signals(), display.working("runs", len(self.jobs)):
+        with stop.on_signals(), display.counting_runs("runs", len(self.jobs)):
             while True:
                 statuses = self.status()
                 running = [status.name for status in statuses if status.state is State.RUNNING]
@@ -186,8 +186,8 @@ class Slurm:
                     if status.state not in (State.QUEUED, State.RUNNING) and status.name not in shown:
                         shown.add(status.name)
                         failure = None if status.state is State.FINISHED else status.note
-                        display.worked(status.name, failure, running)
-                display.works(running)
+                        display.run_finished(status.name, failure, running)
+                display.active_runs(running)
                 if len(shown) == len(statuses):
                     return {s.name: s.note or s.state for s in statuses if s.state is not State.FINISHED}
                 until = time.monotonic() + seconds

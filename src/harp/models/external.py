@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -142,7 +143,7 @@ def file_of(spec: str) -> Path | None:
     file, _, function = spec.rpartition(":")
     if spec.endswith(".py"):
         raise ModelError(f"the model {spec!r} names a file but no function in it: write {spec}:FUNCTION")
-    return Path(file).expanduser().resolve() if file.endswith(".py") and function else None
+    return Path(os.path.expanduser(file)).resolve() if file.endswith(".py") and function else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -16,8 +16,8 @@ import yaml
 from harp.data.registry import facts
 from harp.evaluation.score import epsilon_text
 from harp.experiments import artefact, run_folder
-from harp.experiments.run_folder import Finished
 from harp.experiments.recipe import Stage
+from harp.experiments.run_folder import Finished
 from harp.models import MODELS
 from harp.pruning.methods import PRUNERS
 from harp.reports import templating

@@ -240,5 +240,7 @@ def reason(error: BaseException) -> str:
 
 
 def user_cache() -> Path:
-    """The folder for files that can be created again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harp"
+    """The folder for files that can be created again; one that can't be written if the user has no home folder."""
+    home = os.path.expanduser("~")  # "~" if there is none, which must not become a folder of that name
+    base = os.environ.get("XDG_CACHE_HOME") or Path(os.devnull if home == "~" else home, ".cache")
+    return Path(base) / "harp"

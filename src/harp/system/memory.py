@@ -1,5 +1,6 @@
-"""The memory use of this process, without an additional library."""
+"""The memory of this process and of the machine, without an additional library."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -21,6 +22,13 @@ def resident() -> int | None:
     """The current memory use of this process, in bytes; on systems other than Linux the peak."""
     current = _status("VmRSS")
     return most_resident() if current is None else current
+
+
+def machine_memory() -> int | None:
+    """The machine's memory in bytes, where the system reports it."""
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _status(key: str) -> int | None:

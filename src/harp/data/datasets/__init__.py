@@ -1,3 +1,3 @@
 """Data sets by their kind: where the files are, how they are read, and whether they are the published ones."""
 
-__all__ = ["base"]
+__all__ = ["base", "image_folder"]

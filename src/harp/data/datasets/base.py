@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from harp.data.formats.byte_ranges import EncodedImages
 from harp.data.formats.images import Centre
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
+from harp.system.memory import machine_memory
 from harp.system.progress import Quiet
 
 logger = logging.getLogger("harp")
@@ -104,7 +104,7 @@ class Encoded(Source):
         images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]
         count, needed = sum(map(len, images)), sum(part.numel() for part in images)
         if not is_streamed(needed, stream, margin):
-            memory = _memory_size()
+            memory = machine_memory()
             if memory is not None and needed > memory:
                 # An allocation beyond the memory often succeeds, and kills the process later.
                 wanted = f"{count:,} images at size {side} need {needed / 1e9:.1f} GB"
@@ -127,16 +127,9 @@ def is_streamed(needed: int, stream: bool | None, margin: float | None) -> bool:
     They do if `stream` says so, with a `margin` (because stored images are cropped differently each time), or if they
     would take more than a quarter of the machine's memory.
     """
-    memory = _memory_size()
+    memory = machine_memory()
     large = memory is not None and needed > memory * _SHARE
     return margin is not None or bool(stream) or (stream is None and large)
-
-
-def _memory_size() -> int | None:
-    """The machine's memory in bytes, where the system reports it."""
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _decoded(images: Tensor, before: int, total: int, display: Quiet) -> Tensor:

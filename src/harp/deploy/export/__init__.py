@@ -1,6 +1,6 @@
 """Export a finished network to files. Every file is checked in a fresh process before it is put in place.
 
-`write` makes the files; `verify` is the check, which loads torch only for files that need it.
+`source` is what is exported, `formats` and `codings` say how it is written, and `write` writes and checks the files.
 """
 
 __all__ = [

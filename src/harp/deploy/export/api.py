@@ -51,18 +51,16 @@ def export(
         if folder is None or shape is None:
             raise RecipeError("a model has no folder and no shape of its own: give `folder` and `shape`")
         if check or "safetensors" in names:
-            raise RecipeError(
-                "a model of its own can't be rebuilt or measured elsewhere: harp.save_model writes its state"
-            )
-        subject = source.of_model(network, shape, classes)
-        target = Path(folder)
+            raise RecipeError("a model can't be measured or rebuilt without its code: harp.save_model writes its state")
+        exported, target = source.of_module(network, shape, classes), Path(folder)
     else:
         if shape is not None or classes is not None:
             raise RecipeError("`shape` and `classes` are for models: a run has its own")
         if isinstance(network, LoadedRun):
-            data = source.source_of(network.recipe, directory, Quiet(), needed=check)
-            subject, home = source.of_run(network, data), network.folder
+            data = source.data_of(network.recipe, directory, Quiet(), needed=check)
+            exported, home = source.of_run(network, data), network.folder
         else:
-            subject, home = source.of(str(network), None, directory, None, Quiet(), needs_data=check), Path(network)
+            exported = source.of_target(str(network), None, directory, None, Quiet(), needs_data=check)
+            home = Path(network)
         target = home / "export" if folder is None else Path(folder)
-    return write.export(subject, target, names, values=values, dense=dense, check=check, examples=examples)
+    return write.export(exported, target, names, values=values, dense=dense, check=check, examples=examples)

@@ -1,49 +1,30 @@
-"""The file formats of an export: file names, writers and the packages that they need."""
+"""The file formats of an export: file names, writers, codings of the sparse file, and what each format needs."""
 
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.engine.capture.capture import exported, quiet
-from harp.errors import MissingExtra, ModelError, RecipeError
+from harp.deploy.export.source import Source
+from harp.engine.capture.capture import Captured, exported, quiet
+from harp.engine.format.reader import read
+from harp.engine.graph.nodes import Graph
+from harp.engine.graph.reference import InTorch
+from harp.engine.store import pack
+from harp.errors import CheckpointError, MissingExtra, ModelError, RecipeError
 from harp.models.modes import slow_attention
 from harp.models.weights import save_model
 from harp.system.files import reason
 
-
-@dataclass(frozen=True)
-class Format:
-    """A format: its file's name, a description, and the packages that it needs."""
-
-    file: str
-    words: str
-    packages: tuple[str, ...] = ()
-
-
-FORMATS = {
-    "sparse": Format("network.harp", "kept weights only, run by `harp.load`"),
-    "onnx": Format("network.onnx", "ONNX, any number of images", ("onnx", "onnxscript", "onnxruntime")),
-    "safetensors": Format("network.safetensors", "the plain state_dict"),
-    "torch-export": Format("network.pt2", "a program for `torch.export.load`, any number of images"),
-}
-
-
-def check(names: list[str]) -> None:
-    """Refuse unknown formats and formats whose packages are not installed."""
-    for name in names:
-        if name not in FORMATS:
-            raise RecipeError(f"--to {name}: choose from {', '.join(FORMATS)}")
-        missing = [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
-        if missing:
-            raise MissingExtra(f'--to {name} needs {", ".join(missing)}: pip install "harp-prune[export]"')
+CODINGS = ("f32", "f16", "int8")
+"""How the sparse file may store kept weights."""
 
 
 def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
@@ -55,8 +36,8 @@ def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
         raise MissingExtra('onnx and onnxscript are not installed: pip install "harp-prune[export]"') from error
     with quiet(), slow_attention():
         program = exported(model, images[:2])
-        with _explained("ONNX can't hold the model"):
-            exported_program = torch.onnx.export(
+        try:
+            onnx_program = torch.onnx.export(
                 program,
                 input_names=["images"],
                 output_names=["logits"],
@@ -64,11 +45,15 @@ def write_onnx(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
                 verbose=False,
                 external_data=False,
             )
-            if exported_program is None:  # its type allows it; `dynamo=True` always gives one
+            if onnx_program is None:  # its type allows it; `dynamo=True` always gives one
                 raise ModelError("torch.onnx.export returned nothing")
-            content = exported_program.model_proto
-            onnx.checker.check_model(content)
-    _name_batch(content.graph)
+            content = onnx_program.model_proto
+            _name_batch(content.graph)
+            onnx.checker.check_model(content, full_check=True)
+        except OSError:
+            raise
+        except Exception as error:  # the exporter's errors have no common class
+            raise ModelError(f"ONNX can't hold the model: {reason(error)}") from error
     path.write_bytes(content.SerializeToString())
     return {"opset": max(opset.version for opset in content.opset_import if opset.domain in ("", "ai.onnx"))}
 
@@ -82,8 +67,7 @@ def _name_batch(graph: Any) -> None:
                 size.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", "batch", size.dim_param)
 
 
-def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Write a model as a `torch.export` program."""
+def _write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     buffer = io.BytesIO()
     with quiet(), slow_attention():
         torch.export.save(exported(model, images[:2]), buffer)
@@ -91,25 +75,51 @@ def write_program(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any
     return {"torch": str(torch.__version__)}
 
 
-def write_state(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
-    """Write a model's tensors."""
+def _write_state_dict(path: Path, model: nn.Module, images: Tensor) -> dict[str, Any]:
     save_model(path, model)
     return {}
 
 
-WRITERS: dict[str, Callable[[Path, nn.Module, Tensor], dict[str, Any]]] = {
-    "onnx": write_onnx,
-    "safetensors": write_state,
-    "torch-export": write_program,
+def packed(captured: Captured, source: Source, header: dict[str, Any], values: str) -> bytes:
+    """The content of a sparse file in one coding. Other numbers are stored as f16 too, where they fit."""
+    parts = captured.graph, captured.tensors(source.model), source.masks, header, values
+    if values == "f32":
+        return pack(*parts)
+    try:
+        return pack(*parts, others="f16")
+    except CheckpointError:  # a bias too large for f16
+        return pack(*parts, others="f32")
+
+
+def unpacked(graph: Graph, content: bytes) -> InTorch:
+    """The network that a file holds, with its rounded numbers."""
+    _, tensors = read(content, limit=1 << 40)
+    return InTorch(graph, {name: torch.from_numpy(np.asarray(tensors[name])) for name in graph.tensor_names()}).eval()
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: its file's name, the runtime that checks it, its writer, and the packages that both need."""
+
+    file: str
+    runtime: str
+    write: Callable[[Path, nn.Module, Tensor], dict[str, Any]] | None  # None: see `packed`
+    packages: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "sparse": Format("network.harp", "sparse", None),
+    "onnx": Format("network.onnx", "onnxruntime", write_onnx, ("onnx", "onnxscript", "onnxruntime")),
+    "safetensors": Format("network.safetensors", "state_dict", _write_state_dict),
+    "torch-export": Format("network.pt2", "torch-export", _write_program),
 }
 
 
-@contextmanager
-def _explained(words: str) -> Iterator[None]:
-    """Turn whatever the exporter raises into a `ModelError`."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # the exporter's errors have no common class
-        raise ModelError(f"{words}: {reason(error)}") from error
+def check(names: Sequence[str]) -> None:
+    """Refuse unknown formats and formats whose packages are not installed."""
+    for name in names:
+        if name not in FORMATS:
+            raise RecipeError(f"--to {name}: choose from {', '.join(FORMATS)}")
+        missing = [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
+        if missing:
+            raise MissingExtra(f'--to {name} needs {", ".join(missing)}: pip install "harp-prune[export]"')

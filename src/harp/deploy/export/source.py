@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,69 +11,78 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks import Ball
-from harp.data import registry
+from harp.data.registry import DataSet
 from harp.errors import DataError, RecipeError
 from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
 from harp.experiments import build, recipe, run_folder
-from harp.experiments.run_folder import Finished, LoadedRun, network_of, size_of
+from harp.experiments.run_folder import LoadedRun, network_of, size_of
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
 from harp.pruning.masks import Masks
 from harp.system.progress import Quiet
 from harp.system.seeds import derive
 
-_RANDOM, _REAL = 16, 48  # numbers of noise images and test images that an export is checked on
+ACCURACY_KEYS = ("name", "value", "low", "high", "n", "seed", "data", "measure")
+"""What a manifest says of an accuracy."""
+
+_NOISE, _TEST = 16, 48  # numbers of noise images and test images that an export is checked on
 
 
 @dataclass(frozen=True)
-class Subject:
+class Source:
     """A network in eval mode with everything that its manifest states.
 
     Attributes:
         name: the name of the run's folder, or of the model.
-        part: the architecture, before any cut.
+        architecture: the model of a recipe, before any cut.
         model: the network; weights outside its masks are zero, and channels that a run cut out are gone.
-        masks: the kept weights; empty for a network that was not pruned weight by weight.
-        cut: the channels that a run cut out.
-        dense_bytes: the size of all tensors of the whole architecture.
-        source: the data set, if it is available.
+        data: the data set, if it is available.
         run: the run, if the network comes from one.
     """
 
     name: str
-    part: recipe.Model
+    architecture: recipe.Model
     model: nn.Module
-    masks: Masks
-    cut: Cut | None
-    dense_bytes: int
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
-    source: registry.DataSet | None
     threat: Ball
-    run: Finished | None = None
+    data: DataSet | None = None
+    run: LoadedRun | None = None
+
+    @cached_property
+    def masks(self) -> Masks:
+        """The kept weights, by parameter; those of a model are its parameters that hold zeros."""
+        if self.run is not None:
+            return self.run.masks
+        return {n: p.detach() != 0 for n, p in self.model.named_parameters() if p.ndim > 1 and not bool(p.all())}
+
+    @property
+    def cut(self) -> Cut | None:
+        """The channels that a run cut out."""
+        return None if self.run is None else self.run.cut
+
+    @property
+    def dense_bytes(self) -> int:
+        """The size of all tensors of the whole architecture."""
+        return size_of(self.model) if self.run is None else self.run.dense_bytes
 
     @property
     def seed(self) -> int:
         """The run's seed."""
         return 0 if self.run is None else self.run.recipe.seed
 
-    @property
-    def examples(self) -> int | None:
-        """The number of test images of the run's evaluation; None for all."""
-        return None if self.run is None else self.run.recipe.evaluate.examples
-
     def images(self) -> Tensor:
         """The images that an export is checked on: noise, and test images if there is a data set."""
         generator = torch.Generator().manual_seed(derive(self.seed, "export"))
-        noise = torch.rand(_RANDOM, *self.shape, generator=generator)
-        if self.source is None:
+        noise = torch.rand(_NOISE, *self.shape, generator=generator)
+        if self.data is None:
             return noise
-        test = self.source.test
-        chosen = test.select(score.subset(len(test), _REAL, self.seed)).images[:]
+        test = self.data.test
+        chosen = test.select(score.subset(len(test), _TEST, self.seed)).images[:]
         return torch.cat([noise, as_input(chosen, noise)])
 
-    def small(self) -> tuple[nn.Module, str]:
+    def without_dead_channels(self) -> tuple[nn.Module, str]:
         """The network without the channels that do not change its logits, and a text that says what was removed."""
         if self.cut is not None:
             return self.model, "channels, pruned by the run"
@@ -80,68 +90,58 @@ class Subject:
             return self.model, ""
         removed = remove_dead(self.model, self.images()[:2], self.masks or None)
         before, after = removed.parameters
-        words = f"{before - after} of {before} parameters, of channels that change no answer"
-        return removed.model.eval(), words if after < before else ""
+        text = f"{before - after} of {before} parameters, of channels that change no answer"
+        return removed.model.eval(), text if after < before else ""
 
     def facts(self) -> dict[str, Any]:
         """The manifest's entries about the network: architecture, budget, accuracy."""
-        normalise = self.part.normalize
+        normalise = self.architecture.normalize
         return {
-            "architecture": {"name": self.part.name, "options": self.part.options},
+            "architecture": {"name": self.architecture.name, "options": self.architecture.options},
             "input_shape": list(self.shape),
             "classes": list(self.classes),
             "normalisation": None if normalise is None else {"mean": list(normalise[0]), "std": list(normalise[1])},
             "budget": self._budget(),
-            "accuracy": [] if self.run is None else [_accuracy(result) for result in self.run.results],
+            "accuracy": [] if self.run is None else [_accuracy(result) for result in self.run.finished.results],
         }
 
     def _budget(self) -> dict[str, Any]:
-        if self.run is None:
-            weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
-            layers = [{"name": n, "size": p.numel(), "kept": int(p.count_nonzero())} for n, p in weights.items()]
-            budget = run_folder.budget_of({"layers": layers})
-        else:
-            layers = [{key: layer[key] for key in ("name", "size", "kept")} for layer in self.run.summary["layers"]]
-            budget = run_folder.budget_of(self.run.summary)
+        weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
+        counts = [{"name": n, "size": p.numel(), "kept": int(p.count_nonzero())} for n, p in weights.items()]
+        summary = {"layers": counts} if self.run is None else self.run.summary
+        layers = [{key: layer[key] for key in ("name", "size", "kept")} for layer in summary["layers"]]
+        budget = run_folder.budget_of(summary)
         return {**{key: budget[key] for key in ("kind", "unit", "size", "kept")}, "layers": layers}
 
 
-def of(
+def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
+    attack = result.get("attack") or {}
+    entry = {key: result[key] for key in ACCURACY_KEYS if key in result}
+    return entry | {key: attack[key] for key in ("epsilon", "norm") if key in attack}
+
+
+def of_target(
     target: str, data_name: str | None, data_dir: Path | None, weights: Path | None, display: Quiet, *, needs_data: bool
-) -> Subject:
-    """The subject of a run's folder, or of a model and a data set as in `harp evaluate`."""
+) -> Source:
+    """The source that a command names: a run's folder, or a model and a data set as in `harp evaluate`."""
     if Path(target).is_dir():
         if weights is not None or data_name is not None:
             raise RecipeError("--weights and --data are for models: a run has its own")
         run = run_folder.read(target)
-        source = source_of(run.recipe, data_dir, display, needed=needs_data)
-        shape = run.shape if source is None else source.shape
+        run_data = data_of(run.recipe, data_dir, display, needed=needs_data)
+        shape = run.shape if run_data is None else run_data.shape
         if shape is None:
             raise RecipeError(f"{target} does not say the shape of its images: add --data-dir with its data set")
-        return of_run(network_of(run, shape), source)
+        return of_run(network_of(run, shape), run_data)
     loaded = build.load(target, data_name, data_dir, None if weights is None else str(weights))
     if weights is None:
         display.note("no --weights: the network is exported as its code makes it")
-    data_set = loaded.data
-    model = loaded.model.eval()
-    part = recipe.Model(name=target)
-    return Subject(
-        Path(target).name,
-        part,
-        model,
-        _zeros(model),
-        None,
-        size_of(model),
-        data_set.shape,
-        data_set.classes,
-        data_set,
-        loaded.threat,
-    )
+    data, model = loaded.data, loaded.model.eval()
+    name, architecture = Path(target).name, recipe.Model(name=target)
+    return Source(name, architecture, model, data.shape, data.classes, loaded.threat, data)
 
 
-def source_of(
-    run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *, needed: bool
-) -> registry.DataSet | None:
+def data_of(run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *, needed: bool) -> DataSet | None:
     """The run's data set; without it files are checked on noise only."""
     try:
         return run_recipe.data.load(data_dir)
@@ -152,43 +152,18 @@ def source_of(
         return None
 
 
-def of_run(run: LoadedRun, source: registry.DataSet | None) -> Subject:
-    """The subject of a run, with its data set if that is available."""
-    return Subject(
-        run.folder.resolve().name,
-        run.recipe.model,
-        run.model,
-        run.masks,
-        run.cut,
-        run.dense_bytes,
-        run.shape,
-        run.classes,
-        source,
-        build.threat(run.recipe),
-        run.finished,
-    )
+def of_run(run: LoadedRun, data: DataSet | None) -> Source:
+    """The source of a run, with its data set if that is available."""
+    name, threat = run.folder.resolve().name, build.threat(run.recipe)
+    return Source(name, run.recipe.model, run.model, run.shape, run.classes, threat, data, run)
 
 
-def of_model(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[str] | None = None) -> Subject:
-    """The subject of a model without a run; without names its classes are numbered."""
+def of_module(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[str] | None = None) -> Source:
+    """The source of a torch module; without names its classes are numbered."""
     model = copy.deepcopy(model).cpu().eval()
     count = answer(model, torch.rand(2, *shape)).shape[1]
     names = tuple(map(str, range(count))) if classes is None else tuple(classes)
     if len(names) != count:
         raise RecipeError(f"{len(names)} names of classes, but the model has {count} logits")
     name = type(model).__name__
-    part = recipe.Model(name=name)
-    return Subject(name, part, model, _zeros(model), None, size_of(model), shape, names, None, accuracy.DEFAULT)
-
-
-def _zeros(model: nn.Module) -> Masks:
-    """Masks of the parameters that contain zeros."""
-    return {n: p.detach() != 0 for n, p in model.named_parameters() if p.ndim > 1 and not bool(p.all())}
-
-
-def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
-    attack = result.get("attack") or {}
-    entry = {
-        key: result[key] for key in ("name", "value", "low", "high", "n", "seed", "data", "measure") if key in result
-    }
-    return entry | {key: attack[key] for key in ("epsilon", "norm") if key in attack}
+    return Source(name, recipe.Model(name=name), model, shape, names, accuracy.DEFAULT)

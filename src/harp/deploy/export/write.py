@@ -8,32 +8,41 @@ import datetime
 import hashlib
 import json
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import harp
-from harp.deploy.export import codings, formats
-from harp.deploy.export.check import Checked, ask
-from harp.deploy.export.source import Subject
+from harp.deploy import fresh_process
+from harp.deploy.export import formats
+from harp.deploy.export.formats import FORMATS
+from harp.deploy.export.source import ACCURACY_KEYS, Source
 from harp.engine.capture.capture import Captured, capture
-from harp.errors import CheckpointError, ModelError, RecipeError
+from harp.errors import CheckpointError, DataError, ModelError, RecipeError
+from harp.evaluation import accuracy
+from harp.experiments import build
 from harp.models.weights import fingerprint
 from harp.system import files
 from harp.system.progress import Quiet
 
 MANIFEST = "manifest.json"
 _VERSION = 1
+_ATTACK = "pgd-20"  # that measures the robust accuracy of codings
+
+BOUND = 1e-5
+"""The largest allowed error, relative to the largest logit: another order of summation stays below it."""
 
 
 def export(
-    subject: Subject,
+    source: Source,
     folder: Path,
     to: Sequence[str],
     *,
@@ -49,109 +58,107 @@ def export(
     in ONNX files and programs. `check` measures the accuracy in every coding, on `examples` test images.
     """
     display = display or Quiet()
-    names = list(dict.fromkeys(to))
-    formats.check(names)
-    if values not in codings.CODINGS:
-        raise RecipeError(f"--values {values}: choose from {', '.join(codings.CODINGS)}")
+    formats.check(to)
+    if values not in formats.CODINGS:
+        raise RecipeError(f"--values {values}: choose from {', '.join(formats.CODINGS)}")
     _make_folder(folder)
-    images = subject.images()
-    variants = _Variants(subject, images, display)
-    facts = _facts(subject)
+    images, facts = source.images(), _facts(source)
+
+    @cache
+    def captured() -> Captured:
+        display.note("capturing the network's graph")
+        return capture(source.model, images[:4])
+
+    @cache
+    def without_dead_channels() -> tuple[nn.Module, str]:
+        try:
+            return source.without_dead_channels()
+        except ModelError as error:
+            display.note(f"all channels are kept: {error}")
+            return source.model, ""
+
     if check:
-        count = subject.examples if examples is None else examples
-        facts["codings"] = codings.accuracies(variants.captured, subject, count, display)
+        if examples is None and source.run is not None:
+            examples = source.run.recipe.evaluate.examples
+        facts["codings"] = _coding_accuracies(captured(), source, examples, display)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
-        for name in names:
-            display.note(f"writing and checking {formats.FORMATS[name].file}")
-            path = stack.enter_context(files.atomic(folder / formats.FORMATS[name].file))
-            if name == "sparse":
-                entry = _write_sparse(path, subject, variants.captured, images, facts, values)
+        for name in dict.fromkeys(to):
+            file, writer = FORMATS[name].file, FORMATS[name].write
+            display.note(f"writing and checking {file}")
+            path = stack.enter_context(files.atomic(folder / file))
+            if writer is None:
+                entry = _write_sparse(path, source, captured(), images, facts, values)
             else:
-                model, removed = (subject.model, "") if dense or name == "safetensors" else variants.small
-                entry = _write_plain(name, path, subject, images, model)
+                keep_all = dense or name == "safetensors"
+                model, removed = (source.model, "") if keep_all else without_dead_channels()
+                entry = writer(path, model, images)
+                entry["check"] = check_file(name, path, source, images, _logits(source.model, images))
                 entry |= {"removed": removed} if removed else {}
-            content = path.read_bytes()
-            entries[formats.FORMATS[name].file] = {
-                "format": name,
-                "bytes": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "ratio": round(subject.dense_bytes / len(content), 2),
-                **entry,
-            }
-    manifest = {**facts, "dense_bytes": subject.dense_bytes, "files": entries}
-    for key, value in _earlier(folder, manifest).items():
-        manifest[key] = {**value, **manifest[key]} if key == "files" else manifest.get(key, value)
-    stale = _stale(folder, manifest)
-    files.write_json(folder / MANIFEST, manifest)
-    for path in stale:
-        path.unlink(missing_ok=True)
-    if stale:
-        removed_names = ", ".join(path.name for path in stale)
-        display.note(f"removed {removed_names}: of another network, exported to {folder} before")
+            size = path.stat().st_size
+            ratio = round(source.dense_bytes / size, 2)
+            entries[file] = {"format": name, "bytes": size, "sha256": _sha256(path), "ratio": ratio, **entry}
+    manifest = {**facts, "dense_bytes": source.dense_bytes, "files": entries}
+    _merge_with_previous(folder, manifest, display)
     return manifest
 
 
-class _Variants:
-    """The forms of the network that formats need, each made when it is first needed."""
+def check_file(form: str, path: Path, source: Source, images: Tensor, expected: Tensor) -> dict[str, Any]:
+    """Compare a file's logits, computed in a fresh process, with the expected ones.
 
-    def __init__(self, subject: Subject, images: Tensor, display: Quiet) -> None:
-        self.subject, self.images, self.display = subject, images, display
+    Raises `ModelError` if they differ by more than the bound.
+    """
+    # One image alone and the others in one batch: the result must not depend on the batch size.
+    batches = [part.numpy() for part in (images[:1], images[1:])]
+    runtime, threads = FORMATS[form].runtime, torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        opened = _description(Path(folder), path, source) if runtime == "state_dict" else path
+        logits, measured = fresh_process.predict(runtime, opened, batches, threads)
+    wanted = expected.double().numpy()
+    if logits.shape != wanted.shape:
+        raise ModelError(f"the {form} file's logits are of shape {logits.shape}, not {wanted.shape}")
+    error = float(np.abs(logits.astype(np.float64) - wanted).max() / max(float(np.abs(wanted).max()), 1e-30))
+    if not error <= BOUND:
+        raise ModelError(
+            f"the {form} file answers otherwise than the network: {error:.1e} of the largest logit, "
+            f"{BOUND:.0e} is allowed; nothing was written"
+        )
+    changed = int((logits.argmax(1) != wanted.argmax(1)).sum())
+    return {"images": len(images), "error": error, "bound": BOUND, "changed": changed, "torch": measured["torch"]}
 
-    @cached_property
-    def captured(self) -> Captured:
-        """The network's graph."""
-        self.display.note("capturing the network's graph")
-        return capture(self.subject.model, self.images[:4])
 
-    @cached_property
-    def small(self) -> tuple[nn.Module, str]:
-        """The network without the channels that do not change its logits, and a text that says what was removed.
-
-        The whole network if its channels can't be traced.
-        """
-        try:
-            return self.subject.small()
-        except ModelError as error:
-            self.display.note(f"all channels are kept: {error}")
-            return self.subject.model, ""
+def _description(folder: Path, weights: Path, source: Source) -> Path:
+    """A file that says how to build the network around its plain weights."""
+    description = {
+        "model": source.architecture.model_dump(exclude={"weights"}),
+        "classes": len(source.classes),
+        "shape": list(source.shape),
+        "cut": None if source.cut is None else source.cut.as_dict(),
+        "weights": str(weights.absolute()),
+    }
+    files.write_json(folder / "network.json", description)
+    return folder / "network.json"
 
 
 def _write_sparse(
-    path: Path, subject: Subject, captured: Captured, images: Tensor, facts: dict[str, Any], values: str
+    path: Path, source: Source, captured: Captured, images: Tensor, facts: dict[str, Any], values: str
 ) -> dict[str, Any]:
     top = {key: facts[key] for key in ("architecture", "input_shape", "classes")}
     rest = {key: value for key, value in facts.items() if key not in top}
-    content = codings.packed(captured, subject, {**top, "manifest": rest}, values)
+    content = formats.packed(captured, source, {**top, "manifest": rest}, values)
     path.write_bytes(content)
-    twin = codings.twin(captured.graph, content)
+    stored = formats.unpacked(captured.graph, content)
     # Parts that torch computes may need float32; everything else is compared with float64.
-    exact = _logits(twin, images) if captured.graph.needs_torch else _logits(twin.double(), images.double())
-    checked = ask("sparse", path, images, exact, {})
-    original = _logits(subject.model, images)
-    deviation = float((exact - original).abs().max() / original.abs().max().clamp_min(1e-30))
-    moved = int((exact.argmax(1) != original.argmax(1)).sum())
-    own = {
+    needs_torch = captured.graph.needs_torch
+    exact = _logits(stored, images) if needs_torch else _logits(stored.double(), images.double())
+    original = _logits(source.model, images)
+    return {
         "values": values,
-        "deviation": deviation,
-        "deviating_classes": moved,
-        "needs_torch": captured.graph.needs_torch,
+        "deviation": float((exact - original).abs().max() / original.abs().max().clamp_min(1e-30)),
+        "deviating_classes": int((exact.argmax(1) != original.argmax(1)).sum()),
+        "needs_torch": needs_torch,
+        "check": check_file("sparse", path, source, images, exact),
     }
-    return {**own, "check": checked.as_dict()}
-
-
-def _write_plain(name: str, path: Path, subject: Subject, images: Tensor, model: nn.Module) -> dict[str, Any]:
-    more = formats.WRITERS[name](path, model, images)
-    about = {
-        "name": subject.part.name,
-        "options": subject.part.options,
-        "normalize": subject.part.normalize,
-        "classes": len(subject.classes),
-        "shape": list(subject.shape),
-        "cut": None if subject.cut is None else subject.cut.as_dict(),
-    }
-    checked: Checked = ask(name, path, images, _logits(subject.model, images), about if name == "safetensors" else {})
-    return {**more, "check": checked.as_dict()}
 
 
 @torch.no_grad()
@@ -160,52 +167,67 @@ def _logits(model: nn.Module, images: Tensor) -> Tensor:
     return logits.double()
 
 
-def _facts(subject: Subject) -> dict[str, Any]:
+def _coding_accuracies(
+    captured: Captured, source: Source, examples: int | None, display: Quiet
+) -> list[dict[str, Any]]:
+    """Natural and robust accuracy of the network in every coding, measured like the run's evaluation."""
+    if source.data is None:
+        raise DataError("the accuracy of codings is measured on a data set: this network has none")
+    results = []
+    attack, size = build.attack_of(_ATTACK, source.threat)[1], len(source.data.test)
+    ball = {"epsilon": source.threat.epsilon, "norm": source.threat.norm}
+    for values in formats.CODINGS:
+        network = formats.unpacked(captured.graph, formats.packed(captured, source, {}, values))
+        for name, chosen, threat in (("natural", None, {}), (_ATTACK, attack, ball)):
+            with display.counting(f"{values}, {name}", min(examples or size, size)):
+                result, _ = accuracy.measure(
+                    network, source.data, name, chosen, examples=examples, seed=source.seed, progress=display.count
+                )
+            results.append({"values": values, **{key: result[key] for key in ACCURACY_KEYS}, **threat})
+    return results
+
+
+def _facts(source: Source) -> dict[str, Any]:
     """The manifest without the files."""
-    run = subject.run
+    run = source.run
     provenance: dict[str, Any] = {
-        "run" if run is not None else "model": subject.name,
+        "run" if run is not None else "model": source.name,
         "recipe": None if run is None else run.summary.get("recipe"),
-        "network": fingerprint(subject.model),
+        "network": fingerprint(source.model),
         "harp": harp.__version__,
         "torch": str(torch.__version__),
         "date": _date(),
     }
-    return {"manifest": _VERSION, **subject.facts(), "provenance": provenance}
+    return {"manifest": _VERSION, **source.facts(), "provenance": provenance}
 
 
-def _earlier(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of an earlier export of the same network: its unchanged files and its accuracies."""
-    previous, kept = _previous_manifest(folder)
-    if not kept or previous["provenance"]["network"] != manifest["provenance"]["network"]:
-        return {}
-    return {"files": kept} | ({"codings": previous["codings"]} if "codings" in previous else {})
-
-
-def _stale(folder: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Files of an earlier export of another network: beside the new manifest they would look like this network's."""
-    previous, kept = _previous_manifest(folder)
-    if not kept or previous["provenance"]["network"] == manifest["provenance"]["network"]:
-        return []
-    return [folder / name for name in kept if name not in manifest["files"]]
-
-
-def _previous_manifest(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The manifest in the folder, and the entries of its files that are unchanged; both empty if it is not valid."""
+def _merge_with_previous(folder: Path, manifest: dict[str, Any], display: Quiet) -> None:
+    """Write the manifest, with what an earlier export of the same network left; remove files of another network."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        if not isinstance(manifest["provenance"]["network"], str):
-            raise CheckpointError(f"{folder / MANIFEST} does not name its network")
-        return manifest, {
+        previous = json.loads((folder / MANIFEST).read_text("utf-8"))
+        network = previous["provenance"]["network"]
+        unchanged = {
             name: entry
-            for name, entry in manifest["files"].items()
-            if Path(name).name == name and (folder / name).is_file() and _digest(folder / name) == entry["sha256"]
+            for name, entry in previous["files"].items()
+            if Path(name).name == name and (folder / name).is_file() and _sha256(folder / name) == entry["sha256"]
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError):  # missing, or not ours
-        return {}, {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # there is none, or it is not ours
+        previous, network, unchanged = {}, None, {}
+    stale: list[str] = []
+    if network == manifest["provenance"]["network"]:
+        manifest["files"] = {**unchanged, **manifest["files"]}
+        if unchanged and "codings" in previous:
+            manifest.setdefault("codings", previous["codings"])
+    elif isinstance(network, str):  # beside the new manifest they would look like this network's
+        stale = [name for name in unchanged if name not in manifest["files"]]
+    files.write_json(folder / MANIFEST, manifest)
+    for name in stale:
+        (folder / name).unlink(missing_ok=True)
+    if stale:
+        display.note(f"removed {', '.join(stale)}: of another network, exported to {folder} before")
 
 
-def _digest(path: Path) -> str:
+def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

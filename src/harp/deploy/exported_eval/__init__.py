@@ -1,24 +1,20 @@
 """Attack networks as they are deployed: files that compute logits but no gradients.
 
-open       opens a .harp or .onnx file as an artefact: a model without gradients, with its hash
-manifest   reads the manifest beside the file, and finds the run that it came from
-surrogate  the twin: a torch network that computes the same, for attacks that need gradients
-evaluate   accuracies of both: adversarial images of the twin are replayed on the artefact, queries go to it directly
-checks     whether artefact and twin are the same network, and whether the numbers are plausible
+open      opens a .harp or .onnx file as an artefact: a model without gradients, with its hash
+twin      finds the file's run and data set, and its twin: a torch network that computes the same, with gradients
+evaluate  accuracies of both: adversarial images of the twin are replayed on the artefact, queries go to it directly
+checks    whether artefact and twin are the same network, and whether the numbers are plausible
 """
 
-from harp.deploy.exported_eval.evaluate import Trial
-from harp.deploy.exported_eval.manifest import origin_of
-from harp.deploy.exported_eval.open import Artefact, is_artefact, opened
-from harp.deploy.exported_eval.surrogate import Subjects, prepared
+from harp.deploy.exported_eval.evaluate import FileEvaluation, is_black_box
+from harp.deploy.exported_eval.open import is_artefact, opened
+from harp.deploy.exported_eval.twin import Setup, prepared
 
 __all__ = [
-    "Artefact",
-    "Subjects",
-    "Trial",
-    "evaluate",
+    "FileEvaluation",
+    "Setup",
     "is_artefact",
+    "is_black_box",
     "opened",
-    "origin_of",
     "prepared",
 ]

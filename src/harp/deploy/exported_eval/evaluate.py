@@ -9,7 +9,7 @@ correctly without an attack, on every adversarial image of the twin, and after a
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from harp.attacks import Apgd, Ball, Square
 from harp.deploy.exported_eval import checks
-from harp.deploy.exported_eval.surrogate import Subjects
+from harp.deploy.exported_eval.twin import Setup
 from harp.errors import ModelError
 from harp.evaluation import consistency
 from harp.evaluation.accuracy import Subject
@@ -25,72 +25,47 @@ from harp.evaluation.model_checks import Finding
 from harp.evaluation.predict import as_input
 from harp.evaluation.results import CURVE, Audit
 from harp.system import files
-from harp.system.interrupt import Stop
-from harp.system.progress import Quiet
 
 KIND = "deployed"
 _CHECKED = 16  # images that the artefact classifies twice
 _LEFT_OUT = ("images", "witness", "classes")  # keys of a result that the common file does without
 
 
-class Trial:
+class FileEvaluation:
     """Measures an artefact and its twin on the test set.
 
     Arguments:
         folder: where results are kept; without one nothing is written.
-        examples: number of images, drawn by the seed; default all.
-        store: also keep all adversarial images.
+        audit: `Audit`, or a `functools.partial` of it with the number of images, the seed and other options.
     """
 
-    def __init__(
-        self,
-        subjects: Subjects,
-        folder: Path | None,
-        *,
-        examples: int | None = None,
-        seed: int = 0,
-        batch: int = 256,
-        store: bool = False,
-        display: Quiet | None = None,
-        stop: Stop | None = None,
-    ) -> None:
-        self.subjects, self.folder = subjects, folder
-        artefact, twin, source = subjects.artefact, subjects.twin, subjects.data
-
-        def audit(model: torch.nn.Module, name: str, witness: torch.nn.Module | None = None) -> Audit:
-            return Audit(
-                Subject(model, source, subjects.threat),
-                None if folder is None else folder / name,
-                examples=examples,
-                seed=seed,
-                batch=batch,
-                store=store,
-                witness=witness,
-                display=display,
-                stop=stop,
-            )
-
-        self.direct = audit(artefact.model, "artefact")
-        self.white = None if twin is None else audit(twin.model, "twin", artefact.model)
+    def __init__(self, setup: Setup, folder: Path | None, audit: Callable[..., Audit] = Audit) -> None:
+        self.setup, self.folder = setup, folder
+        model, data, threat = setup.artefact.model, setup.data, setup.threat
+        folders = (None, None) if folder is None else (folder / "artefact", folder / "twin")
+        self.artefact = audit(Subject(model, data, threat), folders[0])
+        self.twin: Audit | None = None
+        if setup.twin is not None:
+            self.twin = audit(Subject(setup.twin.model, data, threat), folders[1], witness=model)
 
     def natural(self) -> dict[str, Any]:
         """Accuracy without an attack."""
-        inside = None if self.white is None else self.white.natural()
-        return {"name": "natural", "how": "images", "torch": inside, "deployed": self.direct.natural()}
+        in_torch = None if self.twin is None else self.twin.natural()
+        return {"name": "natural", "how": "images", "torch": in_torch, "deployed": self.artefact.natural()}
 
     def under(self, name: str, attack: Any) -> dict[str, Any]:
         """Accuracy under an attack: run on the artefact itself if it needs logits only, else replayed from the twin."""
         if is_black_box(attack):
-            return {"name": name, "how": "queries", "torch": None, "deployed": self.direct.under(name, attack)}
-        result = self._twin().under(name, attack)
+            return {"name": name, "how": "queries", "torch": None, "deployed": self.artefact.under(name, attack)}
+        result = self._need_twin().under(name, attack)
         return {"name": name, "how": "replayed", "torch": result, "deployed": self._replayed(result)}
 
     def worst(self, tests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Accuracy under all attacks together: the robust accuracy, of the twin and of the artefact."""
-        white = [test["torch"] for test in tests if test["torch"] is not None]
-        inside = self._twin().worst(white) if len(white) > 1 else None
-        whole = self.direct.worst([test["deployed"] for test in tests])
-        return {"name": whole["name"], "how": "union", "torch": inside, "deployed": whole}
+        of_twin = [test["torch"] for test in tests if test["torch"] is not None]
+        in_torch = self._need_twin().worst(of_twin) if len(of_twin) > 1 else None
+        deployed = self.artefact.worst([test["deployed"] for test in tests])
+        return {"name": deployed["name"], "how": "union", "torch": in_torch, "deployed": deployed}
 
     def curve(self, ball: Ball) -> list[dict[str, Any]]:
         """Accuracy over epsilon: the twin is attacked at each epsilon, and the images are replayed."""
@@ -98,20 +73,20 @@ class Trial:
         points = [{"epsilon": 0.0, "torch": _point(natural["torch"]), "deployed": _point(natural["deployed"])}]
         for scale in CURVE:
             attack = Apgd(scale * ball.epsilon, ball.norm, steps=50)
-            result = self._twin().under(f"{attack.name}-{attack.epsilon:.4g}", attack)
+            result = self._need_twin().under(f"{attack.name}-{attack.epsilon:.4g}", attack)
             values = {"torch": _point(result), "deployed": _point(self._replayed(result))}
             points.append({"epsilon": attack.epsilon, **values})
         return points
 
     def agreement(self) -> list[tuple[str, bool, dict[str, Any]]]:
         """The agreement of the artefact with torch networks: description, whether it is the twin, numbers."""
-        pairs = [(self.subjects.twin, True), (self.subjects.original, False)]
-        return [(net.words, own, self.direct.agreement(net.model)) for net, own in pairs if net is not None]
+        pairs = [(self.setup.twin, True), (self.setup.original, False)]
+        return [(net.words, own, self.artefact.agreement(net.model)) for net, own in pairs if net is not None]
 
     def checks(self, ball: Ball, tests: Sequence[dict[str, Any]]) -> list[Finding]:
         """Check that the artefact is the expected network, and that the twin's robustness is real."""
-        artefact, origin = self.subjects.artefact, self.subjects.origin
-        images = as_input(self.direct.test.images[:_CHECKED], self.direct.like)
+        artefact, origin = self.setup.artefact, self.setup.origin
+        images = as_input(self.artefact.test.images[:_CHECKED], self.artefact.like)
         natural = next(test for test in tests if test["name"] == "natural")
         findings = [
             *checks.integrity(artefact, origin),
@@ -122,21 +97,29 @@ class Trial:
             *checks.queries(tests),
             *consistency.review([test["deployed"] for test in tests]),
         ]
-        if self.white is not None:
-            inside = self.white.checks(ball, [test["torch"] for test in tests if test["torch"] is not None])
-            findings += [Finding(f"twin: {f['check']}", f["verdict"], f["text"]) for f in inside["findings"]]
+        if self.twin is not None:
+            of_twin = self.twin.checks(ball, [test["torch"] for test in tests if test["torch"] is not None])
+            findings += [Finding(f"twin: {f['check']}", f["verdict"], f["text"]) for f in of_twin["findings"]]
         return findings
 
-    def summary(
-        self, tests: Sequence[dict[str, Any]], findings: Sequence[Finding], ball: Ball, **more: Any
+    def measure(
+        self, attacks: Sequence[tuple[str, Any]], ball: Ball, *, curve: bool, corruptions: Path | None, checks: bool
     ) -> dict[str, Any]:
         """All results with everything that they depend on; they are also written into the folder."""
-        artefact, twin = self.subjects.artefact, self.subjects.twin
+        tests = [self.natural(), *(self.under(name, attack) for name, attack in attacks)]
+        more: dict[str, Any] = {}
+        if curve and self.twin is not None:
+            more["curve"] = self.curve(ball)
+        if corruptions is not None:
+            more["corruptions"] = self.artefact.corruptions(corruptions)
+        findings = self.checks(ball, tests) if checks else []
+        tests.append(self.worst(tests))
+        artefact, twin = self.setup.artefact, self.setup.twin
         first = tests[0]["deployed"]
         summary = {
             "kind": KIND,
             "artefact": artefact.facts(),
-            "twin": None if twin is None else {"words": twin.words, "network": self._twin().network},
+            "twin": None if twin is None else {"words": twin.words, "network": self._need_twin().network},
             "threat": {"epsilon": ball.epsilon, "norm": ball.norm},
             **{key: first[key] for key in ("data", "source", "classes", "seed", "n", "batch", "measure", "versions")},
             "agreement": [
@@ -144,13 +127,13 @@ class Trial:
                 for words, own, measured in self.agreement()
             ],
             "tests": [{**test, "torch": _short(test["torch"]), "deployed": _short(test["deployed"])} for test in tests],
-            "checks": [{"check": f.check, "verdict": f.verdict, "text": f.text} for f in findings],
+            "checks": [vars(finding) for finding in findings],
             **more,
         }
         if self.folder is not None:
-            attacks = [(test["name"], test["deployed"]["attack"]) for test in tests]
-            inside = None if self.white is None else self.white.identities[0]
-            identity = f"{self.direct.identities[0]}/{inside}/{attacks}/{sorted(more)}/{bool(findings)}"
+            named = [(test["name"], test["deployed"]["attack"]) for test in tests]
+            twin_identity = None if self.twin is None else self.twin.identities[0]
+            identity = f"{self.artefact.identities[0]}/{twin_identity}/{named}/{sorted(more)}/{bool(findings)}"
             digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
             files.write_json(self.folder / f"{KIND}-{artefact.path.name}-{digest}.json", summary)
         return summary
@@ -158,12 +141,12 @@ class Trial:
     def _replayed(self, result: dict[str, Any]) -> dict[str, Any]:
         """The artefact's result on the adversarial images of the twin."""
         right = torch.tensor([bit == "1" for bit in result["witness"]["images"]])
-        return self.direct.counted(right, result)
+        return self.artefact.counted(right, result)
 
-    def _twin(self) -> Audit:
-        if self.white is None:
-            raise ModelError(f"{self.subjects.artefact.path.name} has no twin: only attacks by queries can be run")
-        return self.white
+    def _need_twin(self) -> Audit:
+        if self.twin is None:
+            raise ModelError(f"{self.setup.artefact.path.name} has no twin: only attacks by queries can be run")
+        return self.twin
 
 
 def is_black_box(attack: Any) -> bool:

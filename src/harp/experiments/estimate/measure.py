@@ -35,9 +35,10 @@ from harp.experiments.estimate.sizes import Sizes
 from harp.experiments.recipe import Recipe, Stage
 from harp.experiments.run import Run
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Objective, Pruner
+from harp.pruning.methods.base import Pruner
 from harp.system.memory import most_resident, resident
 from harp.training import objectives
+from harp.training.base import Objective
 from harp.training.checkpointing import Keeper
 from harp.training.loop import Fitted
 from harp.training.metrics import MetricsFile

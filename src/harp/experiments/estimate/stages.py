@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from harp.data.formats import memory_size
 from harp.errors import ModelError, RecipeError
 from harp.experiments import energy
 from harp.experiments.estimate.measure import AttackTime, Measurement, Request
@@ -32,6 +31,7 @@ from harp.experiments.recipe import Recipe, Stage
 from harp.system.distributed import affinity
 from harp.system.files import amount, existing
 from harp.system.interrupt import handled, stop_signals
+from harp.system.memory import machine_memory
 from harp.system.progress import Quiet
 
 _SECONDS = 10.0  # for the steps of a stage
@@ -231,7 +231,7 @@ def free_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
-        return memory_size()  # all memory of the machine: the best guess
+        return machine_memory()  # all memory of the machine: the best guess
 
 
 def free_disk(folder: Path) -> int:

@@ -87,7 +87,7 @@ class Experiment(_Part):
         for method in planned.methods:
             for keep in planned.keep if method.name not in (DENSE, SMALL) else ():
                 pruner = method.pruner(keep)
-                laid_out[method.label, keep] = protocol.stages(pruner, *parts, content.get("objective"))
+                laid_out[method.label, keep] = protocol.stages(parts, pruner, content.get("objective"))
         return {key: recipes.parse({**content, "stages": stage_list}) for key, stage_list in laid_out.items()}
 
 

@@ -60,7 +60,7 @@ def epochs(method: str, base: str = "cifar10/vgg16") -> Value:
     recipe = compose.load(base)
     content = recipe.model_dump(mode="json", exclude_defaults=True)
     parts = stages.parts(content["stages"])
-    laid_out = stages.PROTOCOLS["paper"].stages({"name": method, "keep": 0.01}, *parts, content.get("objective"))
+    laid_out = stages.PROTOCOLS["paper"].stages(parts, {"name": method, "keep": 0.01}, content.get("objective"))
     lengths = [float(stage["epochs"]) for stage in laid_out]
     return [*lengths, sum(lengths)] if len(lengths) > 1 else lengths
 

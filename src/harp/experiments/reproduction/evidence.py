@@ -32,7 +32,7 @@ from harp.experiments.compare import Comparison, Entry
 from harp.experiments.recipe import Recipe
 from harp.experiments.reproduction.claim import Cell, Claim
 from harp.experiments.reproduction.verdict import Measured
-from harp.experiments.run_folder import RunFolder
+from harp.experiments.run_folder import Finished
 from harp.system import files
 from harp.system.tensors import load_tensors
 
@@ -186,7 +186,7 @@ def record(experiment: str, entry: Entry) -> Record:
     )
 
 
-def _other_measures(run: RunFolder) -> dict[str, Value]:
+def _other_measures(run: Finished) -> dict[str, Value]:
     layers = run.summary["layers"]
     shares = {name: 100 * layers[index]["kept"] / layers[index]["size"] for name, index in _ENDS.items()}
     measures = {**shares, "middle magnitude": _middle_magnitude(run.folder, [layer["name"] for layer in layers])}

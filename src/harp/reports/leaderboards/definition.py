@@ -6,6 +6,7 @@ that what is shipped is what was trained. A model from a file of the user's keep
 
 import ast
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def _call(function: str, taken: Sequence[str], facts: Mapping[str, Any], options
 
 def _user_text(file: Path, spec: str) -> str:
     try:
-        return file.expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelError(f"the model {spec!r} needs its file, which can't be read: {file}") from error
 

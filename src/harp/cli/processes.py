@@ -23,30 +23,31 @@ def display(first: bool) -> "Quiet":
     return Terminal() if first else Quiet()
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Print an error once, even if several processes raise it."""
     place = environment.here()
-    if place is None or _prints(text, place.rank):
-        typer.echo(f"{'' if place is None or place.rank == 0 else f'process {place.rank}: '}{text}", err=True)
+    if place is None or _is_chosen(text, place.rank):
+        process = "" if place is None or place.rank == 0 else f"process {place.rank}: "
+        typer.echo(f"{process}{text}", err=True)
 
 
-def say_first(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a message of all processes once, by rank 0."""
     place = environment.here()
     if place is None or place.rank == 0:
         typer.echo(text, err=True)
 
 
-def say_lost(lost: Lost) -> None:
+def print_loss(lost: Lost) -> None:
     """Print that another process was lost, unless a supervisor reports it."""
     from harp.system.distributed import peers
 
     place = environment.here()
-    if place is None or (not peers.is_supervised() and _prints("", place.rank)):
-        typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command()}", err=True)
+    if place is None or (not peers.is_supervised() and _is_chosen("", place.rank)):
+        typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command_line()}", err=True)
 
 
-def leave(code: object) -> None:
+def announce_exit(code: object) -> None:
     """Tell the other processes about this exit: they have to end too, unless the code is a regular one."""
     if "torch" in sys.modules:
         from harp.system.distributed import peers
@@ -55,7 +56,7 @@ def leave(code: object) -> None:
             peers.of_this_run().leave(in_order=code in (None, 0, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
 
 
-def loss(error: RuntimeError) -> Lost | None:
+def loss_of(error: RuntimeError) -> Lost | None:
     """The error as `Lost`, if it comes from an exchange with a process that is gone; else None."""
     from harp.system.distributed import peers
 
@@ -64,12 +65,12 @@ def loss(error: RuntimeError) -> Lost | None:
     return Lost(f"another process of the run ended or can't be reached ({' '.join(str(error).split())[:160]})")
 
 
-def command() -> str:
+def command_line() -> str:
     """The command line of this process."""
     return shlex.join(["harp", *sys.argv[1:]])
 
 
-def _prints(text: str, rank: int) -> bool:
+def _is_chosen(text: str, rank: int) -> bool:
     """Whether this process prints the text. Any other message makes an empty text superfluous."""
     if "torch" not in sys.modules:
         return rank == 0

@@ -1,0 +1,76 @@
+"""The command `harp prune`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from harp.cli import options
+from harp.cli.run import execute
+from harp.system.distributed.environment import Machines
+
+
+def prune(
+    model: options.Model,
+    data: Annotated[str, Option(help="Data set: a name (`harp list data`) or a file.npz of your own.")],
+    keep: Annotated[str, options.KEEP],
+    method: options.Method = None,
+    strategy: options.Strategy = None,
+    channels: options.Channels = False,
+    budget: options.Budget = None,
+    multiple: options.Multiple = 1,
+    weights: options.Weights = None,
+    data_dir: options.DataDir = None,
+    out: options.Out = Path("runs"),
+    objective: Annotated[str, options.OBJECTIVE] = "pgd",
+    epsilon: Annotated[str | None, Option(help="Attack budget, like 8/255; default: usual for the data.")] = None,
+    pretrain: Annotated[int | None, Option(help="Epochs of pre-training (none if weights are given).")] = None,
+    prune_epochs: Annotated[int | None, Option("--prune", help="Epochs of pruning.")] = None,
+    finetune: Annotated[int | None, Option(help="Epochs of fine-tuning.")] = None,
+    batch: Annotated[int, Option(help="Images a batch.")] = 128,
+    seed: Annotated[int, Option(help="Seed of everything random.")] = 0,
+    ignore: Annotated[list[str], Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006 (same)
+    changes: options.Set = [],  # noqa: B006 (typer copies it)
+    devices: options.Devices = 1,
+    accelerator: options.Accelerator = "auto",
+    nodes: options.Nodes = 1,
+    node_rank: options.NodeRank = 0,
+    main_address: options.MainAddress = None,
+    minutes: options.Minutes = 10.0,
+    keep_states: options.KeepStates = 2,
+    max_minutes: options.MaxMinutes = None,
+    workers: options.Workers = None,
+) -> None:
+    """Prune a model to an exact budget and prove its robustness: a recipe from flags.
+
+    Example: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 1%
+
+    Channels: harp prune resnet18 --data cifar10 --data-dir ~/data --keep 25% --channels
+
+    The method is tandem, or magnitude for channels, unless another is named.
+    """
+    from harp.experiments import presets
+    from harp.experiments.recipe import parse
+
+    best = presets.BEST["channels" if channels else "weights"]
+    content = presets.recipe(
+        model,
+        data,
+        keep,
+        method=method or best,
+        strategy=strategy,
+        objective=objective,
+        epsilon=epsilon,
+        weights=None if weights is None else str(weights),
+        epochs=(pretrain, prune_epochs, finetune),
+        batch=batch,
+        seed=seed,
+        ignore=ignore,
+        channels=channels,
+        budget=budget,
+        multiple=multiple,
+    )
+    machines = Machines(devices, accelerator, nodes, node_rank, main_address)
+    note = f"method: {best}, the best measured (benchmarks/README.md); --method names another"
+    shown = note if method is None else ""
+    execute(parse(content, changes), out, data_dir, machines, minutes, keep_states, max_minutes, workers, shown)

@@ -1,0 +1,20 @@
+"""The command `harp report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option, echo
+
+
+def report(
+    runs: Annotated[list[Path], Argument(help="Folders of finished runs.")],
+    out: Annotated[Path, Option(help="The HTML file; its JSON and Markdown go beside it.")] = Path("report.html"),
+) -> None:
+    """Make one HTML page of runs: accuracy, robustness, size, the learned strategy, training, checks. Opens offline.
+
+    Example: harp report runs/mine-0123456789ab runs/other-ba9876543210 --out report.html
+    """
+    from harp.reports.html import build
+
+    for path in build(runs, out):
+        echo(path)

@@ -1,0 +1,113 @@
+"""The command `harp run`, and how a recipe is run and its results are shown."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Exit, echo
+
+from harp.cli import options, processes
+from harp.errors import AT_CHANCE
+from harp.system.distributed.environment import Machines
+
+if TYPE_CHECKING:
+    from harp.experiments.recipe import Recipe
+
+
+def run(
+    recipe: Annotated[str, options.RECIPE],
+    method: options.Method = None,
+    strategy: options.Strategy = None,
+    keep: options.Keep = None,
+    objective: options.Objective = None,
+    channels: options.Channels = False,
+    out: options.Out = Path("runs"),
+    data_dir: options.DataDir = None,
+    changes: options.Set = [],  # noqa: B006 (typer copies it)
+    devices: options.Devices = 1,
+    accelerator: options.Accelerator = "auto",
+    nodes: options.Nodes = 1,
+    node_rank: options.NodeRank = 0,
+    main_address: options.MainAddress = None,
+    minutes: options.Minutes = 10.0,
+    keep_states: options.KeepStates = 2,
+    max_minutes: options.MaxMinutes = None,
+    workers: options.Workers = None,
+) -> None:
+    """Run a recipe: train its stages, evaluate, report. Interrupted? The same command goes on where it stopped.
+
+    A base is a data set, a model and their training; the method, its strategy, the budget and the objective are
+    options. What is not given stays as in the base.
+
+    Example: harp run cifar10/vgg16 --method hydra --strategy lamp --keep 0.1% --objective trades
+
+    The same in one word, by what is pruned: harp run cifar10/vgg16/hydra-lamp-trades-99.9
+
+    Channels, to a quarter of the FLOPs: harp run fashion --keep 25% --channels
+    """
+    from harp.experiments.compose import Choice, load
+
+    loaded = load(recipe, changes, Choice(method, strategy, keep, objective, channels))
+    machines = Machines(devices, accelerator, nodes, node_rank, main_address)
+    execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers)
+
+
+def execute(
+    recipe: "Recipe",
+    out: Path,
+    data_dir: Path | None,
+    machines: Machines,
+    minutes: float = 10.0,
+    keep_states: int = 2,
+    max_minutes: float | None = None,
+    workers: int | None = None,
+    note: str = "",
+) -> None:
+    """Run a recipe and print its results; `note` is printed before it starts."""
+    from harp.errors import MissingExtra
+    from harp.experiments import run_folder
+    from harp.experiments.run import Run
+    from harp.reports import card, plots, tables
+    from harp.system.distributed.fabric import launch
+    from harp.system.interrupt import Stop
+
+    stop = Stop(max_minutes, options.BEGAN)
+    fabric = launch(recipe.precision, **vars(machines))
+    display = processes.display(fabric.is_global_zero)
+    prepared = Run(
+        recipe,
+        out,
+        data_dir=data_dir,
+        display=display,
+        fabric=fabric,
+        minutes=minutes,
+        keep_states=keep_states,
+        stop=stop,
+        workers=workers,
+    )
+    if note:
+        display.note(note)
+    outcome = prepared.execute()
+    if not fabric.is_global_zero:
+        return
+    summary = run_folder.read(outcome.folder).summary
+    layers, kind = summary["layers"], run_folder.budget_of(summary)["kind"]
+    display.table("channels" if kind == "channels" else "layers", tables.layer_columns(kind), tables.layer_rows(layers))
+    measure, data = outcome.results[0]["measure"], recipe.data.name
+    title = f"\n{recipe.name}: {measure} on the test set of {data}, seed {recipe.seed}"
+    display.table(title, tables.RESULT_COLUMNS, tables.result_rows(outcome.dense, outcome.results))
+    headline = tables.headline(summary)
+    echo(f"\n{headline}")
+    for warning in summary["warnings"]:
+        echo(f"warning: {warning}")
+    try:
+        for suffix in ("png", "svg"):
+            file = outcome.folder / f"layers.{suffix}"
+            plots.draw(file, f"{recipe.name}: {headline}", layers, prepared.histories(), kind)
+        echo(f"picture   {outcome.folder / 'layers.png'}")
+    except MissingExtra as error:
+        echo(f"picture   none: {error}", err=True)
+    echo(f"card      {card.write(outcome.folder)}")
+    echo(f"artefact  {outcome.folder / 'model.safetensors'}")
+    if summary["at_chance"]:
+        echo(f"warning: {summary['warnings'][0]} All files are kept; the exit code is {AT_CHANCE}.", err=True)
+        raise Exit(AT_CHANCE)
