@@ -227,7 +227,7 @@ def test_adversarial_images_of_the_twin_are_replayed_on_the_artefact(
         assert right_images(result["deployed"]) == expected.tolist()
         assert right_images(result["torch"]) == (network(tensors["images"]).argmax(1) == tensors["labels"]).tolist()
         assert right_images(result["deployed"]) != right_images(result["torch"]), (
-            "the damaged file must answer otherwise somewhere"
+            "the damaged file must give another class somewhere"
         )
         assert result["deployed"]["value"] == pytest.approx(expected.double().mean().item())
         assert result["deployed"]["network"] == fingerprint(setup.artefact.model)

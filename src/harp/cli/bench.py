@@ -43,36 +43,22 @@ def bench(
         print_json(result)
         return
     title = f"{artefact}: {threads} thread{'s' * (threads > 1)}, medians of {repeats} calls"
-    times = {
-        "runtime": "{runtime}",
-        "batch": "{batch}",
-        "median ms": "{median_ms:.3f}",
-        "p95 ms": "{p95_ms:.3f}",
-        "images/s": "{images_per_second:,.0f}",
-        f"to {result['against']}": "{speedup:.2f}x",
-    }
+    times = {"runtime": "{runtime}", "batch": "{batch}", "median ms": "{median_ms:.3f}", "p95 ms": "{p95_ms:.3f}"}
+    times |= {"images/s": "{images_per_second:,.0f}", f"to {result['against']}": "{speedup:.2f}x"}
     show_table(display, title, times, result["latency"])
-    starts = {
-        "runtime": "{name} {version}",
-        "file": "{file}",
-        "dense/file": "{ratio}",
-        "peak memory": "{peak}",
-        "import s": "{import_seconds:.3f}",
-        "open s": "{open_seconds:.3f}",
-        "first s": "{first_seconds:.3f}",
-        "difference": "{largest_difference:.1e}",
-    }
-    dense = result["dense_bytes"]
     runtimes = [
         {
+            **runtime,
             "name": name,
             "file": amount(runtime["file_bytes"]),
-            "ratio": "–" if dense is None else f"{dense / runtime['file_bytes']:,.1f}",
+            "ratio": result["dense_bytes"] / runtime["file_bytes"],
             "peak": "–" if runtime["peak_bytes"] is None else amount(runtime["peak_bytes"]),
-            **runtime,
         }
         for name, runtime in result["runtimes"].items()
     ]
+    starts = {"runtime": "{name} {version}", "file": "{file}", "dense/file": "{ratio:,.1f}", "peak memory": "{peak}"}
+    starts |= {f"{part} s": f"{{{part}_seconds:.3f}}" for part in ("import", "open", "first")}
+    starts |= {"difference": "{largest_difference:.1e}"}
     show_table(display, "\nin a process of its own", starts, runtimes)
     for note in result["notes"]:
         echo(note)

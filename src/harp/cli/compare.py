@@ -70,6 +70,7 @@ def compare(
         raise RecipeError('--max-minutes is for --launcher local; SLURM limits its jobs by --sbatch "--time=8:00:00"')
     stop = Stop(max_minutes, options.BEGAN)
     display = Terminal()
+    choice = Choice(objective=objective, channels=channels)
     planned = load(
         study,
         methods=methods,
@@ -78,7 +79,7 @@ def compare(
         rank_by=rank_by,
         protocol=protocol,
         changes=changes,
-        choice=Choice(objective=objective, channels=channels),
+        choice=choice,
     )
     comparison = Comparison(
         planned, out, data_dir=data_dir, display=display, workers=workers, elsewhere=launcher != "local"

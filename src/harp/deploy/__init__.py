@@ -7,5 +7,7 @@ __all__ = [
     "bench",
     "export",
     "exported_eval",
+    "fresh_process",
+    "runtimes",
     "slim",
 ]

@@ -10,7 +10,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,12 @@ _TURN = 0.02  # seconds of timed calls in a turn
 class BenchFiles:
     """A network as files, by the name of the runtime.
 
-    `dense_bytes` is the size of all its weights in 32 bit; None if unknown. `notes` say which files are missing.
+    `dense_bytes` is the size of all its weights in 32 bit. `notes` say which files are missing.
     """
 
     shape: tuple[int, ...]
     files: dict[str, Path]
-    dense_bytes: int | None
+    dense_bytes: int
     notes: list[str] = field(default_factory=list)
 
 
@@ -160,14 +160,16 @@ def measure(
     images = {size: generator.random((size, *network.shape), dtype=np.float32) for size in dict.fromkeys(batches)}
     reference = next(name for name in (*_REFERENCES, *network.files) if name in network.files)
     total = len(images) * len(network.files) * repeats + len(network.files)
-    with display.counting("bench", total), _torch_threads(threads):
+    with display.counting("bench", total), contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
         functions = {name: RUNTIMES[name].open(path, threads) for name, path in network.files.items()}
         notes = [*network.notes, *_computed_by_torch(functions)]
         differences = _differences(functions, images[max(images)], reference)
         rows, done = [], 0
         for size, x in images.items():
             calls = {name: partial(function, x) for name, function in functions.items()}
-            seconds_by_name = latencies(calls, repeats, partial(_show, display, done, total, f"batch {size}"))
+            seconds_by_name = latencies(calls, repeats, partial(_show, display, total, size, done))
             rows += [_row(name, size, seconds, seconds_by_name[reference]) for name, seconds in seconds_by_name.items()]
             done += len(functions) * repeats
         runtimes = {}
@@ -238,8 +240,8 @@ def _computed_by_torch(functions: Mapping[str, Predict]) -> list[str]:
     return [f"sparse: torch computes {1 - network.native_share:.0%} of the network's operations"]
 
 
-def _show(display: Quiet, before: int, total: int, text: str, name: str, done: int) -> None:
-    display.count(before + done, total, f"{name}, {text}")
+def _show(display: Quiet, total: int, size: int, before: int, name: str, done: int) -> None:
+    display.count(before + done, total, f"{name}, batch {size}")
 
 
 def _differences(functions: Mapping[str, Predict], x: Any, reference: str) -> dict[str, float]:
@@ -265,17 +267,6 @@ def _row(name: str, size: int, seconds: list[float], reference: list[float]) -> 
         "images_per_second": size / median,
         "speedup": statistics.median(reference) / median,
     }
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch's threads for the block."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def cpu_name() -> str:

@@ -50,7 +50,7 @@ class Shrunk:
         with torch.no_grad():
             gap = difference(rebuilt(self.example), self.model.eval()(self.example))
         if gap:
-            raise ModelError(f"{folder}: the network that was written answers otherwise ({gap:.1e})")
+            raise ModelError(f"{folder}: the logits of the written network differ by {gap:.1e}, not by 0")
 
 
 def check_free(folder: Path) -> None:

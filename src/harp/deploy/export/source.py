@@ -31,24 +31,16 @@ _NOISE, _TEST = 16, 48  # numbers of noise images and test images that an export
 
 @dataclass(frozen=True)
 class Source:
-    """A network in eval mode with everything that its manifest states.
+    """A network in eval mode with everything that its manifest states."""
 
-    Attributes:
-        name: the name of the run's folder, or of the model.
-        architecture: the model of a recipe, before any cut.
-        model: the network; weights outside its masks are zero, and channels that a run cut out are gone.
-        data: the data set, if it is available.
-        run: the run, if the network comes from one.
-    """
-
-    name: str
-    architecture: recipe.Model
-    model: nn.Module
+    name: str  # of the run's folder, or of the model
+    architecture: recipe.Model  # before any cut
+    model: nn.Module  # weights outside its masks are zero, and channels that a run cut out are gone
     shape: tuple[int, int, int]
     classes: tuple[str, ...]
     threat: Ball
-    data: DataSet | None = None
-    run: LoadedRun | None = None
+    data: DataSet | None = None  # if it is available
+    run: LoadedRun | None = None  # if the network comes from one
 
     @cached_property
     def masks(self) -> Masks:

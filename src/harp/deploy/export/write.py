@@ -116,13 +116,11 @@ def check_file(form: str, path: Path, source: Source, images: Tensor, expected: 
         logits, measured = fresh_process.predict(runtime, opened, batches, threads)
     wanted = expected.double().numpy()
     if logits.shape != wanted.shape:
-        raise ModelError(f"the {form} file's logits are of shape {logits.shape}, not {wanted.shape}")
+        raise ModelError(f"the logits of the {form} file are of shape {logits.shape}, not {wanted.shape}")
     error = float(np.abs(logits.astype(np.float64) - wanted).max() / max(float(np.abs(wanted).max()), 1e-30))
     if not error <= BOUND:
-        raise ModelError(
-            f"the {form} file answers otherwise than the network: {error:.1e} of the largest logit, "
-            f"{BOUND:.0e} is allowed; nothing was written"
-        )
+        gap = f"differ from the network's by {error:.1e} of the largest, {BOUND:.0e} is allowed"
+        raise ModelError(f"the logits of the {form} file {gap}; nothing was written")
     changed = int((logits.argmax(1) != wanted.argmax(1)).sum())
     return {"images": len(images), "error": error, "bound": BOUND, "changed": changed, "torch": measured["torch"]}
 

@@ -73,9 +73,8 @@ class Origin:
             return self.run.recipe.model
         stated = self.manifest.get("architecture")
         if not isinstance(stated, dict) or not isinstance(stated.get("name"), str):
-            raise RecipeError(
-                f"nothing says which architecture {weights} is for: give --twin MODEL --weights {weights}"
-            )
+            advice = f"give --twin MODEL --weights {weights}"
+            raise RecipeError(f"nothing says which architecture {weights} is for: {advice}")
         normalisation = self.manifest.get("normalisation")
         try:
             fields: dict[str, Any] = {**(stated.get("options") or {}), "name": stated["name"]}
@@ -100,9 +99,8 @@ def origin_of(artefact: Artefact) -> Origin:
 def _listed(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The entries of a manifest's files, by name."""
     listed = manifest.get("files")
-    return (
-        {name: entry for name, entry in listed.items() if isinstance(entry, dict)} if isinstance(listed, dict) else {}
-    )
+    entries = listed if isinstance(listed, dict) else {}
+    return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
 
 
 def run_of(folder: Path, manifest: Mapping[str, Any]) -> Finished | None:
