@@ -35,7 +35,7 @@ from harp.experiments.estimate.sizes import Sizes
 from harp.experiments.recipe import Recipe, Stage
 from harp.experiments.run import Run
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Pruner
+from harp.pruning.methods import Pruner
 from harp.system.memory import most_resident, resident
 from harp.training import objectives
 from harp.training.base import Objective
