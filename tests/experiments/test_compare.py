@@ -104,15 +104,15 @@ def test_all_methods_train_for_the_same_number_of_epochs(tmp_path: Path, monkeyp
         "t-scratch+lamp-90-seed4": [("pretrain", "dense", 10), ("train", "scratch", 23)],
         "t-dense-small-90-seed4": [("train", "dense", 23)],
     }
-    found = {entry.method: entry for entry in comparison.entries}
-    waits = {method for method, entry in found.items() if entry.after == "t-dense-seed4"}
+    entries = {entry.method: entry for entry in comparison.entries}
+    waits = {method for method, entry in entries.items() if entry.after == "t-dense-seed4"}
     assert waits == {"harp", "brief", "magnitude", "scratch+lamp"}
-    assert [found[name].epochs() for name in ("harp", "scratch", "scratch+lamp")] == [[10, 8, 5], [23], [10, 23]]
+    assert [entries[name].epochs() for name in ("harp", "scratch", "scratch+lamp")] == [[10, 8, 5], [23], [10, 23]]
     threat = {"epsilon": 0.1, "step": 0.05, "steps": 1}
-    assert found["brief"].recipe.stages[2].objective == {"name": "trades", "beta": 3, **threat}
-    assert found["harp"].recipe.stages[2].optimizer.lr == 0.01
+    assert entries["brief"].recipe.stages[2].objective == {"name": "trades", "beta": 3, **threat}
+    assert entries["harp"].recipe.stages[2].optimizer.lr == 0.01
     assert all(entry.recipe.seed == 4 for entry in comparison.entries)
-    assert found["dense-small"].recipe.model.options["width"] < RECIPE["model"]["width"]  # type: ignore[index]
+    assert entries["dense-small"].recipe.model.options["width"] < RECIPE["model"]["width"]  # type: ignore[index]
 
 
 SCALES = {"paper": (100, 20, 100), "tenth": (10, 8, 10), "short": (1, 1, 1)}
@@ -153,8 +153,8 @@ def test_the_papers_protocol_has_the_papers_settings(tmp_path: Path) -> None:
     methods = ["harp", "r-admm", "mad", "bcs-p", "twinrep"]
     content = {**RECIPE, "stages": stages, "objective": threat}
     comparison = compared(tmp_path, recipe=content, methods=methods, keep=["20%", "10%"], protocol="paper")
-    found = {entry.method: entry for entry in comparison.entries}
-    harp, admm, mad = (found[name].recipe.stages for name in ("harp", "r-admm", "mad"))
+    entries = {entry.method: entry for entry in comparison.entries}
+    harp, admm, mad = (entries[name].recipe.stages for name in ("harp", "r-admm", "mad"))
     assert admm[0] == harp[0] and [stage.optimizer.lr for stage in harp] == [0.1, 0.1, 0.01]
     settings = [(stage.optimizer.lr, stage.optimizer.weight_decay) for stage in admm]
     assert settings == [(0.1, 5e-4), (0.01, 1e-4), (0.01, 1e-4)]
@@ -162,7 +162,7 @@ def test_the_papers_protocol_has_the_papers_settings(tmp_path: Path) -> None:
     assert [(stage.optimizer.lr, stage.optimizer.weight_decay) for stage in (mad[0], mad[2])] == [(0.1, 2e-4)] * 2
     assert [(stage.objective or {}).get("step") for stage in mad] == [0.0069] * 3
     assert [(stage.objective or {}).get("name") for stage in mad] == ["pgd", "pgd", "mart"]
-    (bcs,), (twin,) = found["bcs-p"].recipe.stages, found["twinrep"].recipe.stages
+    (bcs,), (twin,) = entries["bcs-p"].recipe.stages, entries["twinrep"].recipe.stages
     assert (bcs.optimizer.lr, bcs.optimizer.schedule) == (0.1, {"name": "steps"})
     assert (twin.optimizer.weight_decay, twin.optimizer.schedule) == (2e-4, {"name": "cosine"})
     # MAD begins with a network of its own, trained once for its two budgets; the others share the recipe's.
@@ -631,10 +631,10 @@ def test_a_row_has_all_remarks_on_its_runs() -> None:
 
 def test_rows_are_paired_with_the_best_of_their_budget() -> None:
     facts = {"keep": 0.1, "epochs": [1], "kept": 1, "natural": 0.5, "seconds": 1.0, "failed": None}
-    found = {"best": [0.60, 0.52, 0.55], "other": [0.58, 0.53, 0.50], "once": [None, 0.4, None]}
+    accuracies = {"best": [0.60, 0.52, 0.55], "other": [0.58, 0.53, 0.50], "once": [None, 0.4, None]}
     records = [
         {**facts, "method": method, "seed": seed, "robust": value, "failed": None if value else "why"}
-        for method, values in found.items()
+        for method, values in accuracies.items()
         for seed, value in enumerate(values)
     ]
     best, other, once = standings.rows(records)

@@ -36,10 +36,10 @@ def without_codecarbon(patch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_number_of_the_paper() -> None:
-    found = energy.estimate(10_198, intensity=energy.PAPER_INTENSITY)
-    assert round(found["co2_g"] / 1000, 2) == 2177.27
-    assert round(found["kwh"], 1) == 3569.3
-    assert found["by"] == "formula: 350 W x 1.02e+04 h x 610 g/kWh"
+    used = energy.estimate(10_198, intensity=energy.PAPER_INTENSITY)
+    assert round(used["co2_g"] / 1000, 2) == 2177.27
+    assert round(used["kwh"], 1) == 3569.3
+    assert used["by"] == "formula: 350 W x 1.02e+04 h x 610 g/kWh"
 
 
 def test_the_power_of_several_processes() -> None:

@@ -39,7 +39,7 @@ from support.pictures import fill
 SMALL = Sizes(1297, 500, (1, 8, 8), 10)
 
 
-def made(**changes: Any) -> recipe.Recipe:
+def recipe_with(**changes: Any) -> recipe.Recipe:
     return recipe.parse({**RECIPE, **changes})
 
 
@@ -47,28 +47,29 @@ def made(**changes: Any) -> recipe.Recipe:
 
 
 def test_data_is_known_without_its_files() -> None:
-    of = {
-        name: sizes(made(data={"name": name, "batch": 8, "holdout": 100})) for name in ("cifar10", "imagenet", "svhn")
+    data = {
+        name: sizes(recipe_with(data={"name": name, "batch": 8, "holdout": 100}))
+        for name in ("cifar10", "imagenet", "svhn")
     }
-    assert of["cifar10"] == Sizes(50_000, 10_000, (3, 32, 32), 10)
-    assert of["imagenet"].streamed and of["imagenet"].memory() == 0
-    assert of["svhn"].trained(made(data={"name": "svhn", "holdout": 0.1})) == 73_257 - 7_326
-    assert sizes(made(data={"name": "imagenet", "size": 64, "holdout": 100})).shape == (3, 64, 64)
+    assert data["cifar10"] == Sizes(50_000, 10_000, (3, 32, 32), 10)
+    assert data["imagenet"].streamed and data["imagenet"].memory() == 0
+    assert data["svhn"].trained(recipe_with(data={"name": "svhn", "holdout": 0.1})) == 73_257 - 7_326
+    assert sizes(recipe_with(data={"name": "imagenet", "size": 64, "holdout": 100})).shape == (3, 64, 64)
 
 
 def test_options_describe_data_that_is_not_there() -> None:
-    own = made(data={"name": "folder", "holdout": 10})
-    found = sizes(own, None, images="1000,200", shape="3,64,64", classes=7)
-    assert found == Sizes(1000, 200, (3, 64, 64), 7)
+    own = recipe_with(data={"name": "folder", "holdout": 10})
+    data = sizes(own, None, images="1000,200", shape="3,64,64", classes=7)
+    assert data == Sizes(1000, 200, (3, 64, 64), 7)
     assert sizes(own, None, images="1000", shape="3x64x64", classes=7).test == 100
-    for flags, said in (
+    for options, said in (
         ({"images": "many", "shape": "1,8,8"}, "--images 'many': write it like"),
         ({"images": "100", "shape": "8,8"}, "channels x height x width"),
         ({"images": "5", "shape": "1,8,8"}, "nothing is left to train"),
         ({"images": "0", "shape": "1,8,8"}, "0 training and 1 test images"),
     ):
         with pytest.raises(RecipeError, match=said):
-            sizes(own, None, classes=2, **flags)
+            sizes(own, None, classes=2, **options)
 
 
 def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Streamed, "__getitem__", lambda *_: pytest.fail("nothing is to be decoded for an estimate"))
 
     def folder(**words: Any) -> recipe.Recipe:
-        return made(data={"name": "folder", "size": 8, "holdout": 2, **words})
+        return recipe_with(data={"name": "folder", "size": 8, "holdout": 2, **words})
 
     few = sizes(folder(), tmp_path)
     assert not few.streamed and few.memory() == (2 * few.train + few.test) * 3 * 8 * 8
@@ -89,30 +90,30 @@ def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert sizes(folder(), tmp_path, **many, shape="3,224,224").streamed
     assert not sizes(folder(), tmp_path, **many).streamed
     assert not sizes(folder(stream=False), tmp_path, **many, shape="3,224,224").streamed
-    assert sizes(made(data={"name": "tiny-imagenet", "size": 224, "holdout": 100})).streamed
-    assert not sizes(made(data={"name": "npz", "holdout": 100}), None, **many, shape="3,224,224").streamed
+    assert sizes(recipe_with(data={"name": "tiny-imagenet", "size": 224, "holdout": 100})).streamed
+    assert not sizes(recipe_with(data={"name": "npz", "holdout": 100}), None, **many, shape="3,224,224").streamed
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 9))
 def test_noise_has_the_shape_and_classes_of_the_data(train: int, test: int, classes: int) -> None:
-    found = Sizes(100, 10, (2, 3, 4), classes).noise(train, test)
-    assert (len(found.train), len(found.test), found.shape, found.num_classes) == (train, test, (2, 3, 4), classes)
+    data = Sizes(100, 10, (2, 3, 4), classes).noise(train, test)
+    assert (len(data.train), len(data.test), data.shape, data.num_classes) == (train, test, (2, 3, 4), classes)
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def request(stage: int = 0, made_recipe: recipe.Recipe | None = None, **changes: Any) -> Request:
+def request(stage: int = 0, parsed: recipe.Recipe | None = None, **changes: Any) -> Request:
     options = {"stage": stage, "batch": 32, "steps": 2, "seconds": 5.0, **changes}
-    return Request(recipe=made_recipe or made(), sizes=SMALL, **options)
+    return Request(recipe=parsed or recipe_with(), sizes=SMALL, **options)
 
 
 def test_stages_are_measured_by_the_real_loop() -> None:
-    found = measure.measure(request(2, after=True))
-    assert found.batch == 32 and len(found.steps) >= 2 and min(found.steps) > 0
-    assert found.state_bytes > 1000 and found.peak_bytes > 1e8
-    assert found.share > 0 and found.validation_seconds > 0
-    assert set(found.after) == {"natural", "pgd-2"}
+    measured = measure.measure(request(2, after=True))
+    assert measured.batch == 32 and len(measured.steps) >= 2 and min(measured.steps) > 0
+    assert measured.state_bytes > 1000 and measured.peak_bytes > 1e8
+    assert measured.share > 0 and measured.validation_seconds > 0
+    assert set(measured.after) == {"natural", "pgd-2"}
 
 
 def test_a_request_and_its_answer_are_the_same_after_json() -> None:
@@ -123,7 +124,7 @@ def test_a_request_and_its_answer_are_the_same_after_json() -> None:
 
 
 def test_the_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = TimedRun(made(), tmp_path, SMALL.noise(256, 8))
+    run = TimedRun(recipe_with(), tmp_path, SMALL.noise(256, 8))
     run.stamps, run.busy = [10.0, 11.0, 14.0], [0.0, 1.0, 6.0]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert run.seconds() == [1.0, 3.0] and run.share() == 0.75
@@ -131,8 +132,8 @@ def test_the_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_stage_without_training_has_no_steps() -> None:
     stage = {"name": "prune", "pruner": {"name": "magnitude", "keep": "5%"}, "epochs": 0}
-    found = measure.measure(request(1, made(stages=[STAGES[0], stage]), before=True))
-    assert found.steps == [] and found.once_seconds > 0 and "natural" in found.before
+    measured = measure.measure(request(1, recipe_with(stages=[STAGES[0], stage]), before=True))
+    assert measured.steps == [] and measured.once_seconds > 0 and "natural" in measured.before
 
 
 def test_the_batch_of_a_process_is_split_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,7 @@ def test_the_batch_of_a_process_is_split_as_in_a_run(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(PgdTraining, "__call__", noted)
     data = {"name": "digits", "batch": 64, "holdout": 100}
-    measure.measure(request(0, made(data=data, stages=[{**STAGES[0], "accumulate": 4}]), seconds=1e9))
+    measure.measure(request(0, recipe_with(data=data, stages=[{**STAGES[0], "accumulate": 4}]), seconds=1e9))
     assert lengths == {8}
 
 
@@ -182,20 +183,20 @@ def test_two_smaller_batches_give_the_time_of_a_whole_one(
 ) -> None:
     steps = TimedRun.seconds
     monkeypatch.setattr(TimedRun, "seconds", lambda run: [seconds(run.recipe.data.batch)] * len(steps(run)))
-    found = measure.measure(request(0, batch=64, seconds=1e-9))
-    assert found.batch == 4 and found.peak_bytes > 1e8
-    assert found.steps == [pytest.approx(whole)]
+    measured = measure.measure(request(0, batch=64, seconds=1e-9))
+    assert measured.batch == 4 and measured.peak_bytes > 1e8
+    assert measured.steps == [pytest.approx(whole)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(PRUNERS) - {"dense", "fixed"}))
 def test_every_method_can_be_measured(name: str) -> None:
-    parts = pipeline.parts(made().model_dump(mode="json")["stages"])
+    parts = pipeline.parts(recipe_with().model_dump(mode="json")["stages"])
     laid_out = parts.equal({"name": name, "keep": 0.2}, RECIPE["objective"])  # type: ignore[arg-type]
-    one = made(stages=laid_out)
+    one = recipe_with(stages=laid_out)
     for number in range(len(laid_out)):
-        found = measure.measure(request(number, one))
-        assert found.steps or not one.stages[number].epochs
+        measured = measure.measure(request(number, one))
+        assert measured.steps or not one.stages[number].epochs
 
 
 @pytest.mark.parametrize("name", sorted(ATTACKS))
@@ -245,37 +246,37 @@ def facts(**changes: Any) -> Measurement:
 
 
 def summed(measured: list[Measurement], devices: int = 1, **more: Any) -> dict[str, Any]:
-    return stages.summed(made(), SMALL, measured, devices, Path(), 500.0, **more)
+    return stages.summed(recipe_with(), SMALL, measured, devices, Path(), 500.0, **more)
 
 
 def test_times_add_up() -> None:
     evaluation = {"natural": AttackTime(seconds=0.001, bound=False), "aa": AttackTime(seconds=1.0, bound=True)}
-    found = summed([facts(), facts(before=evaluation), facts(after=evaluation)])
-    first = found["stages"][0]
+    result = summed([facts(), facts(before=evaluation), facts(after=evaluation)])
+    first = result["stages"][0]
     assert first["steps"] == math.ceil(1197 / 256) == 5
     assert first["seconds"] == pytest.approx(5 * 0.2 + 100 * 0.01 + 0.5)
     assert (first["low"], first["high"]) == (pytest.approx(5 * 0.15 + 1.5), pytest.approx(5 * 0.25 + 1.5))
-    assert found["stages"][1]["seconds"] == pytest.approx(2 * first["seconds"])  # two epochs
-    assert [row["seconds"] for row in found["evaluation"]] == pytest.approx([0.05, 25.0] * 2)
-    assert [row["high"] for row in found["evaluation"]] == pytest.approx([0.05, 50.0] * 2)
-    assert found["seconds"] == pytest.approx(4 * first["seconds"] + 2 * 25.05)
-    assert found["energy"]["kwh"] == pytest.approx(65 / 1000 * found["seconds"] / 3600)
-    assert found["energy"]["co2_g"] == pytest.approx(500 * found["energy"]["kwh"])
-    assert found["needs"]["disk"] == 3 * 10**6 + 4 * 10**5
+    assert result["stages"][1]["seconds"] == pytest.approx(2 * first["seconds"])  # two epochs
+    assert [row["seconds"] for row in result["evaluation"]] == pytest.approx([0.05, 25.0] * 2)
+    assert [row["high"] for row in result["evaluation"]] == pytest.approx([0.05, 50.0] * 2)
+    assert result["seconds"] == pytest.approx(4 * first["seconds"] + 2 * 25.05)
+    assert result["energy"]["kwh"] == pytest.approx(65 / 1000 * result["seconds"] / 3600)
+    assert result["energy"]["co2_g"] == pytest.approx(500 * result["energy"]["kwh"])
+    assert result["needs"]["disk"] == 3 * 10**6 + 4 * 10**5
     assert summed([facts()] * 3, keep_states=4)["needs"]["disk"] == 5 * 10**6 + 4 * 10**5
-    assert any("aa: fooled images leave early" in note for note in found["notes"])
+    assert any("aa: fooled images leave early" in note for note in result["notes"])
 
 
 def test_a_note_names_the_stages_that_were_measured_with_smaller_batches() -> None:
-    found = summed([facts(batch=32), facts(), facts()])
-    assert [row["scaled"] for row in found["stages"]] == [True, False, False]
-    assert any("pretrain (32 images)" in note for note in found["notes"])
+    result = summed([facts(batch=32), facts(), facts()])
+    assert [row["scaled"] for row in result["stages"]] == [True, False, False]
+    assert any("pretrain (32 images)" in note for note in result["notes"])
 
 
 def test_several_devices_share_the_work() -> None:
-    found = summed([facts(batch=128)] * 3, devices=2)
-    assert found["stages"][0]["seconds"] == pytest.approx(5 * 0.2 + 100 * 0.01 / 2 + 0.5)
-    assert found["energy"]["watts"] == 65 and found["needs"]["memory"] == 2 * (3 * 10**8 + SMALL.memory())
+    result = summed([facts(batch=128)] * 3, devices=2)
+    assert result["stages"][0]["seconds"] == pytest.approx(5 * 0.2 + 100 * 0.01 / 2 + 0.5)
+    assert result["energy"]["watts"] == 65 and result["needs"]["memory"] == 2 * (3 * 10**8 + SMALL.memory())
     assert summed([facts(batch=128, device="cuda")] * 3, devices=2)["energy"]["watts"] == 700
 
 
@@ -290,8 +291,8 @@ def test_too_little_memory_or_disk_is_a_warning_with_a_remedy(monkeypatch: pytes
 
 
 def test_measured_power_is_used() -> None:
-    found = summed([facts(energy_by="codecarbon 3, measured CPU power")] * 3)
-    assert found["energy"]["watts"] == 100 and found["energy"]["by"].startswith("codecarbon")
+    result = summed([facts(energy_by="codecarbon 3, measured CPU power")] * 3)
+    assert result["energy"]["watts"] == 100 and result["energy"]["by"].startswith("codecarbon")
     several = summed([facts(batch=128, energy_by="codecarbon 3, measured CPU power")] * 3, devices=2)
     assert several["energy"]["watts"] == 65, (
         "one process was measured, and the machine's power is not twice that of one"
@@ -299,11 +300,11 @@ def test_measured_power_is_used() -> None:
 
 
 def test_a_stage_that_fails_is_one_line() -> None:
-    wrong = made(model={"name": "torchvision:nothing"})
+    wrong = recipe_with(model={"name": "torchvision:nothing"})
     with pytest.raises(ModelError, match=r"stage 'pretrain' can't be measured: .*nothing"):
         stages.estimate(wrong, SMALL, display=Quiet())
     with pytest.raises(RecipeError, match="multiple of 3"):
-        stages.estimate(made(), SMALL, devices=3)
+        stages.estimate(recipe_with(), SMALL, devices=3)
 
 
 def test_free_memory_and_disk_are_above_zero(tmp_path: Path) -> None:

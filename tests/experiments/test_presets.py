@@ -47,8 +47,8 @@ def test_free_training_takes_a_part_of_the_epochs() -> None:
 
     def lengths(method: str, *given: int | None, data: str = "cifar10", objective: str = "free") -> list[int]:
         flags = {**FLAGS, "objective": objective, "epochs": given or (None, None, None)}
-        found = presets.recipe("tinynet", data, "5%", method=method, strategy=None, **flags)
-        return [stage["epochs"] for stage in found["stages"]]
+        content = presets.recipe("tinynet", data, "5%", method=method, strategy=None, **flags)
+        return [stage["epochs"] for stage in content["stages"]]
 
     assert lengths("harp", objective="pgd") == [100, 20, 100]
     assert lengths("harp") == [25, 5, 25]

@@ -50,14 +50,14 @@ def real(model: str, width: float | None, shape: tuple[int, int, int], kind: str
 
 def distinct_pruners() -> list[Any]:
     """Every (model, data, pruner) that some recipe has, once: what is shared need not be checked again."""
-    found = {}
+    cases = {}
     for name in NAMES:
         made = compose.load(name)
         for stage in made.stages:
             if stage.pruner["name"] != "fixed":
                 network = (made.model.name, made.model.options.get("width"), SHAPES[made.data.name])
                 case = (*network, made.units.kind, stage.pruner)
-                found["-".join(map(str, (*case[:4], *stage.pruner.values())))] = case
+                cases["-".join(map(str, (*case[:4], *stage.pruner.values())))] = case
     # At the real size a budget more says little about a method: VGG16 gets the one, ResNet18 the other.
     spare = {
         ("vgg16", 0.01),
@@ -67,8 +67,8 @@ def distinct_pruners() -> list[Any]:
         ("resnet18", 0.25),
         ("resnet18", 0.05),
     }
-    marks = {key: [pytest.mark.slow] * ((case[0], case[4].get("keep")) in spare) for key, case in found.items()}
-    return [pytest.param(*case, id=key, marks=marks[key]) for key, case in found.items()]
+    marks = {key: [pytest.mark.slow] * ((case[0], case[4].get("keep")) in spare) for key, case in cases.items()}
+    return [pytest.param(*case, id=key, marks=marks[key]) for key, case in cases.items()]
 
 
 def runnable() -> list[Any]:

@@ -171,7 +171,7 @@ def test_no_job_depends_on_a_finished_run(cluster: Cluster, make: Make, tmp_path
 def test_a_job_that_waits_for_a_lost_one_is_cancelled(cluster: Cluster, make: Make) -> None:
     queue = make()
     queue.submit()
-    cluster._set("1", state="NODE_FAIL")  # the other is in the queue still, with a dependency that is never satisfied
+    cluster.mark("1", state="NODE_FAIL")  # the other is in the queue still, with a dependency that is never satisfied
     assert [each.id for each in queue.submit()] == ["3", "4"]
     assert cluster.calls("scancel") == [["scancel", "2"]]
     assert cluster.run() == ["first", "second"]
@@ -196,8 +196,8 @@ def test_a_run_that_saved_its_state_queues_again(cluster: Cluster, make: Make, t
 def test_a_signal_reaches_the_run_and_its_exit_code_the_scheduler(tmp_path: Path) -> None:
     code = 'trap "echo told; sleep 0.3; exit 7" USR1; echo ready; while :; do sleep 0.05; done'
     (tmp_path / "x.sh").write_text(script("x", ("bash", "-c", code), tmp_path / "x.log", tmp_path / "x.state"))
-    told = {**os.environ, "SLURM_JOB_ID": "5"}
-    process = subprocess.Popen(["bash", str(tmp_path / "x.sh")], stdout=subprocess.PIPE, text=True, env=told)
+    environment = {**os.environ, "SLURM_JOB_ID": "5"}
+    process = subprocess.Popen(["bash", str(tmp_path / "x.sh")], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     assert (tmp_path / "x.state").read_text() == "running 5\n"
     process.send_signal(signal.SIGUSR1)
@@ -211,8 +211,13 @@ def test_a_run_that_ends_while_its_script_passes_the_signal_on_queues_again(tmp_
     cluster = Cluster(tmp_path / "cluster")
     (tmp_path / "x.sh").write_text(script("x", ("bash", "-c", code), tmp_path / "x.log", tmp_path / "x.state"))
     slow = '() { builtin kill "$@" || return; [ "$1" = -0 ] || while builtin kill -0 "$2"; do sleep 0.01; done; }'
-    told = {**os.environ, "SLURM_JOB_ID": "5", "PATH": f"{cluster.bin}:{os.environ['PATH']}", "BASH_FUNC_kill%%": slow}
-    process = subprocess.Popen(["bash", str(tmp_path / "x.sh")], stdout=subprocess.PIPE, text=True, env=told)
+    environment = {
+        **os.environ,
+        "SLURM_JOB_ID": "5",
+        "PATH": f"{cluster.bin}:{os.environ['PATH']}",
+        "BASH_FUNC_kill%%": slow,
+    }
+    process = subprocess.Popen(["bash", str(tmp_path / "x.sh")], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
     process.communicate(timeout=120)
@@ -225,9 +230,14 @@ def test_tasks_get_the_cores_of_the_job(tmp_path: Path, given: str, seen: str) -
     stub = tmp_path / "srun"
     stub.write_text('#!/bin/bash\necho "${SRUN_CPUS_PER_TASK-none}"\n')
     stub.chmod(0o755)
-    told = {**os.environ, "SLURM_JOB_ID": "5", "SLURM_CPUS_PER_TASK": given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "SLURM_JOB_ID": "5",
+        "SLURM_CPUS_PER_TASK": given,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     text = script("x", ("true",), tmp_path / "x.log", tmp_path / "x.state", devices=2)
-    done = subprocess.run(["bash"], input=text, text=True, env=told, capture_output=True)
+    done = subprocess.run(["bash"], input=text, text=True, env=environment, capture_output=True)
     assert done.stdout == f"{seen}\n", done.stderr
 
 

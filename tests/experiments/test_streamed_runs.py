@@ -66,9 +66,9 @@ def test_a_run_is_the_same_from_memory_and_streamed(tmp_path: Path) -> None:
     for workers in (0, 1):
         lazy = Run(changed(stream=True), tmp_path / f"b{workers}", data_dir=tmp_path / "pictures", workers=workers)
         assert isinstance(lazy.train.images, Streamed)
-        found = lazy.execute()
-        assert same(weights(held.folder), weights(found.folder))
-        assert [each["value"] for each in found.results] == [each["value"] for each in held.results]
+        streamed = lazy.execute()
+        assert same(weights(held.folder), weights(streamed.folder))
+        assert [each["value"] for each in streamed.results] == [each["value"] for each in held.results]
 
 
 class Impatient(Quiet):
@@ -120,8 +120,8 @@ def test_two_processes_share_one_list_of_damaged_images_and_tell_of_each_once(tm
     command = [sys.executable, "-m", "harp", *words, *devices]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode in FINISHED, done.stderr
-    (found,) = tmp_path.glob("b/stages/*-pretrain/corrupt.txt")
-    assert {line.removeprefix("pictures/") for line in found.read_text().splitlines()} == {
+    (listed,) = tmp_path.glob("b/stages/*-pretrain/corrupt.txt")
+    assert {line.removeprefix("pictures/") for line in listed.read_text().splitlines()} == {
         line.removeprefix(f"{tmp_path}/pictures/") for line in expected
     }
     told = [line for line in done.stderr.splitlines() if "takes its place" in line]
@@ -168,13 +168,13 @@ def test_undecodable_test_images_are_left_out_and_counted(
     tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = spoilt(tmp_path / "pictures")
-    found, outcome = accuracy.measure(Flat(), data, "natural", None, examples=None, seed=0)
-    assert (found["n"], found["undecodable"], len(outcome.right)) == (10, 2, 10)
+    result, outcome = accuracy.measure(Flat(), data, "natural", None, examples=None, seed=0)
+    assert (result["n"], result["undecodable"], len(outcome.right)) == (10, 2, 10)
     assert "2 of 12 images can't be decoded and are left out; the first: " in caplog.text
     good = [row for row in range(12) if row not in (5, 9)]
     kept = replace(data, test=data.test.select(good))
     clean, _ = accuracy.measure(Flat(), kept, "natural", None, examples=None, seed=0)
-    assert "undecodable" not in clean and clean["correct"] == found["correct"]
+    assert "undecodable" not in clean and clean["correct"] == result["correct"]
     part, _ = accuracy.measure(Flat(), data, "natural", None, examples=7, seed=1)
     chosen = score.subset(12, 7, 1).tolist()
     assert part["n"] == sum(row in good for row in chosen)
@@ -216,8 +216,8 @@ def test_an_audit_knows_which_images_it_has(tmp_path: Path) -> None:
 def test_images_in_memory_are_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     digits = load("digits")
     with caplog.at_level(logging.DEBUG, "harp"):
-        found = decodable.readable(digits.test)
-    assert found.split is digits.test and len(found.positions) == 500 and not caplog.records
+        decodable_images = decodable.readable(digits.test)
+    assert decodable_images.split is digits.test and len(decodable_images.positions) == 500 and not caplog.records
 
 
 def test_the_command_takes_workers(harp: Harp, tmp_path: Path) -> None:

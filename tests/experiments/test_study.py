@@ -17,10 +17,10 @@ STUDY = {"recipe": RECIPE, "methods": ["harp", "hydra+lamp"], "keep": ["5%", 0.2
 
 
 def test_a_study_from_its_content() -> None:
-    found = study.parse({**STUDY, "name": "small", "description": "two methods"})
-    assert (found.name, found.description, found.recipe.name) == ("small", "two methods", "tiny")
-    assert found.keep == (0.2, 0.05) and found.seeds == (3, 1)
-    assert found.methods == (Method("harp", "harp"), Method("hydra+lamp", "hydra", {"strategy": "lamp"}))
+    planned = study.parse({**STUDY, "name": "small", "description": "two methods"})
+    assert (planned.name, planned.description, planned.recipe.name) == ("small", "two methods", "tiny")
+    assert planned.keep == (0.2, 0.05) and planned.seeds == (3, 1)
+    assert planned.methods == (Method("harp", "harp"), Method("hydra+lamp", "hydra", {"strategy": "lamp"}))
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,10 @@ def test_a_studys_methods_take_over_what_the_recipe_sets() -> None:
     (prunes,) = (stage for stage in stages if "keep" in stage["pruner"])
     prunes["pruner"] = {"name": "harp", "keep": "5%", "gamma_step": 0.5}
     one = {"name": "harp", "label": "mine", "at": {"20%": {"quota_lr": 0.1}, "5%": {"gamma_step": None}}}
-    found = study.parse({**STUDY, "recipe": {**RECIPE, "stages": stages}, "methods": ["harp", "hydra", one]})
-    pruners = [each.pruner(0.2) for each in found.methods]
+    planned = study.parse({**STUDY, "recipe": {**RECIPE, "stages": stages}, "methods": ["harp", "hydra", one]})
+    pruners = [each.pruner(0.2) for each in planned.methods]
     assert [pruner.get("gamma_step") for pruner in pruners] == [0.5, None, 0.5] and pruners[2]["quota_lr"] == 0.1
-    assert found.methods[2].pruner(0.05) == {"name": "harp", "keep": 0.05}
+    assert planned.methods[2].pruner(0.05) == {"name": "harp", "keep": 0.05}
 
 
 def test_every_pruner_can_be_named() -> None:
@@ -176,9 +176,9 @@ def test_the_attack_that_ranks_and_the_protocol() -> None:
     plain = study.parse(STUDY)
     assert (plain.rank_by, plain.protocol) == ("pgd-2", "equal") and plain.recipe == recipe.parse(RECIPE)
     several = {**RECIPE, "evaluate": {"attacks": ["fgsm", "pgd-10", "cw"]}}
-    found = study.parse({**STUDY, "recipe": several, "rank_by": "pgd-10", "protocol": "paper"})
-    assert (found.rank_by, found.protocol) == ("pgd-10", "paper")
-    assert found.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw"]
+    planned = study.parse({**STUDY, "recipe": several, "rank_by": "pgd-10", "protocol": "paper"})
+    assert (planned.rank_by, planned.protocol) == ("pgd-10", "paper")
+    assert planned.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw"]
     added = study.parse({**STUDY, "recipe": several, "rank_by": {"name": "pgd", "steps": 5}})
     assert added.recipe.evaluate.attacks == ["fgsm", "pgd-10", "cw", {"name": "pgd", "steps": 5}]
     empty = study.parse({**STUDY, "recipe": {**RECIPE, "evaluate": {"attacks": []}}, "rank_by": "autoattack"})
@@ -192,16 +192,16 @@ def test_a_recipe_beside_the_study_is_found_from_everywhere(tmp_path: Path, monk
     (tmp_path / "sub" / "mine.yaml").write_text(yaml.safe_dump(RECIPE))
     (tmp_path / "sub" / "s.yaml").write_text(yaml.safe_dump({**STUDY, "recipe": "mine.yaml"}))
     monkeypatch.chdir(tmp_path)
-    found = study.load("sub/s.yaml", changes=["seed=9"])
-    assert found.name == "s" and found.recipe.name == "tiny" and found.recipe.seed == 9
+    planned = study.load("sub/s.yaml", changes=["seed=9"])
+    assert planned.name == "s" and planned.recipe.name == "tiny" and planned.recipe.seed == 9
 
 
 def test_flags_override_and_a_recipe_alone_will_do() -> None:
-    found = study.load("digits/harp-99", methods="hydra,magnitude")
-    assert found.name == "digits-harp-99" and found.keep == (0.01,) and found.seeds == (0,)
-    found = study.load("digits", methods="harp:gamma_step=0.1,hydra", keep="10%,1/50", seeds="4,5")
-    assert [one.name for one in found.methods] == ["harp", "hydra"]
-    assert found.keep == (0.1, 0.02) and found.seeds == (4, 5)
+    planned = study.load("digits/harp-99", methods="hydra,magnitude")
+    assert planned.name == "digits-harp-99" and planned.keep == (0.01,) and planned.seeds == (0,)
+    planned = study.load("digits", methods="harp:gamma_step=0.1,hydra", keep="10%,1/50", seeds="4,5")
+    assert [one.name for one in planned.methods] == ["harp", "hydra"]
+    assert planned.keep == (0.1, 0.02) and planned.seeds == (4, 5)
     with pytest.raises(RecipeError, match="no methods to compare"):
         study.load("digits/harp-99")
     with pytest.raises(RecipeError, match="did you mean 'digits'"):
@@ -210,12 +210,12 @@ def test_flags_override_and_a_recipe_alone_will_do() -> None:
 
 @pytest.mark.parametrize("name", study.shipped())
 def test_shipped_studies_are_whole(name: str) -> None:
-    found = study.load(name)
-    assert found.description and len(found.methods) > 1 and found.seeds
+    planned = study.load(name)
+    assert planned.description and len(planned.methods) > 1 and planned.seeds
     large, kind = name.startswith("cifar10/"), name.rpartition("/")[2]
-    assert found.rank_by == ("pgd-20" if not large else "autoattack" if kind == "rivals" else "pgd-10")
-    assert found.protocol == ("paper" if large and kind in ("rivals", "strategies") else "equal")
-    assert found.recipe.evaluate.attacks.count(found.rank_by) == 1
+    assert planned.rank_by == ("pgd-20" if not large else "autoattack" if kind == "rivals" else "pgd-10")
+    assert planned.protocol == ("paper" if large and kind in ("rivals", "strategies") else "equal")
+    assert planned.recipe.evaluate.attacks.count(planned.rank_by) == 1
 
 
 @pytest.mark.parametrize("model", ["tinynet", "convnet", "resnet8"])

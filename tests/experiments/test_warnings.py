@@ -119,9 +119,9 @@ def test_the_chosen_epoch_counts(
 ) -> None:
     run = Run(recipe.parse(RECIPE), tmp_path)
     with caplog.at_level(logging.WARNING, "harp"):
-        run._warn_of_chance(number, Fitted({}, [{"natural": value} for value in history], epoch))
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ([] if said is None else [f"after pruning the network answers at chance level {said}"])
+        run.warn_of_chance(number, Fitted({}, [{"natural": value} for value in history], epoch))
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ([] if said is None else [f"after pruning the network answers at chance level {said}"])
 
 
 def test_a_budget_missed_in_training_is_a_warning_in_every_output(harp: Harp) -> None:
@@ -143,8 +143,10 @@ def test_a_budget_missed_in_training_is_a_warning_in_every_output(harp: Harp) ->
 
     (stage,) = Path("runs/stages").glob("*-prune/stage.json")
     assert json.loads(stage.read_text())["budget_met"] is False
-    told = [path for path in Path("runs/stages").glob("*/stage.json") if "budget_met" in json.loads(path.read_text())]
-    assert told == [stage], "only of stages that prune"
+    pruning = [
+        path for path in Path("runs/stages").glob("*/stage.json") if "budget_met" in json.loads(path.read_text())
+    ]
+    assert pruning == [stage], "only of stages that prune"
     again = executed(harp, content)
     assert again[4] == summary and f"warning: {warning}" in again[2], "a stage that is taken from its folder tells it"
     facts = json.loads(stage.read_text())

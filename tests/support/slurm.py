@@ -88,7 +88,7 @@ class Cluster:
             for number, job in jobs.items():
                 first = jobs.get(job["after"])
                 if job["state"] == "PENDING" and first and first["state"] not in ("PENDING", "RUNNING", "COMPLETED"):
-                    self._set(number, state="CANCELLED")
+                    self.mark(number, state="CANCELLED")
             ready = [
                 number
                 for number, job in self.jobs().items()
@@ -98,21 +98,22 @@ class Cluster:
                 break
             number = ready[0]
             script = Path(jobs[number]["script"])
-            self._set(number, state="RUNNING")
+            self.mark(number, state="RUNNING")
             output = next(line for line in script.read_text().splitlines() if line.startswith("#SBATCH --output="))
             with Path(output.partition("=")[2].strip('"').replace("%%", "%")).open("ab") as log:
                 path = f"{self.bin}:{os.environ['PATH']}"
-                told = {**os.environ, "PATH": path, "SLURM_JOB_ID": number, **environment}
-                code = subprocess.run(["bash", str(script)], stdout=log, stderr=log, env=told).returncode
+                environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": number, **environment}
+                code = subprocess.run(["bash", str(script)], stdout=log, stderr=log, env=environment).returncode
             done.append(script.stem)
             again = self.root / f"{number}.again"
             if again.exists():
                 again.unlink()
-                self._set(number, state="PENDING", code=None)
+                self.mark(number, state="PENDING", code=None)
             else:
-                self._set(number, state="FAILED" if code else "COMPLETED", code=code)
+                self.mark(number, state="FAILED" if code else "COMPLETED", code=code)
         return done
 
-    def _set(self, number: str, **facts: Any) -> None:
+    def mark(self, number: str, **facts: Any) -> None:
+        """Change what is known of a job."""
         path = self.root / f"{number}.job"
         files.write_text(path, json.dumps({**json.loads(path.read_text()), **facts}))  # others may be reading it

@@ -255,7 +255,7 @@ class Run:
             facts |= {"seconds": round(fitted.seconds, 1), "energy": energy_used, "history": fitted.history}
             if stage.prunes:
                 facts["budget_met"] = fitted.met
-                self._warn_of_chance(number, fitted)
+                self.warn_of_chance(number, fitted)
             insist(lambda: self._write_stage(folder, answer, total, facts), stop=self.stop)
             keeper.states.remove()
             log.close()
@@ -426,7 +426,7 @@ class Run:
         ready = not history or any(record.get("ready", True) for record in history)  # in files of older versions
         return None if facts.get("budget_met", ready) else loop.budget_warning(history, stage.name)
 
-    def _warn_of_chance(self, number: int, fitted: loop.Fitted) -> None:
+    def warn_of_chance(self, number: int, fitted: loop.Fitted) -> None:
         """Warn at once if the network is at chance level on the held-out images after a pruning stage."""
         if not fitted.history:
             return
