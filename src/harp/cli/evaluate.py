@@ -44,12 +44,7 @@ def evaluate(
     curve: Annotated[bool, typer.Option("--curve", help="Accuracy over epsilon, too.")] = False,
     distances: Annotated[bool, typer.Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
     corruptions: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.",
-        ),
+        Path | None, typer.Option(help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="AutoAttack, curve and distances.")] = False,
     checks: Annotated[bool, typer.Option(help="Look for signs of false robustness.")] = True,
@@ -80,6 +75,7 @@ def evaluate(
     from harp.attacks import Ball
     from harp.deploy import exported_eval
     from harp.errors import RecipeError
+    from harp.evaluation.corruptions import find
     from harp.evaluation.results import Audit
     from harp.experiments import build, presets
     from harp.reports import card, tables
@@ -112,6 +108,7 @@ def evaluate(
     ball = Ball(own_ball.epsilon if wanted_epsilon is None else wanted_epsilon, norm or own_ball.norm)
     names = list(attack) if attack else list(_FULL) if full else ["pgd-20"]
     attacks = [build.attack_of(name, ball) for name in names]
+    corrupted = None if corruptions is None else find(corruptions, subject.data)
     stop = Stop(max_minutes, BEGAN)
     folder = out or _folder(target)
     audit = Audit(
@@ -135,8 +132,8 @@ def evaluate(
             output["curve"] = audit.curve(ball)
         if distances or full:
             output["distances"] = audit.distances(ball.norm)
-        if corruptions is not None:
-            output["corruptions"] = audit.corruptions(corruptions)
+        if corrupted is not None:
+            output["corruptions"] = audit.corruptions(corrupted)
         if subject.dense is not None:
             output["flips"] = audit.flips(subject.dense)
         if checks:

@@ -50,6 +50,7 @@ def evaluate(
     from harp.attacks import Ball
     from harp.deploy import exported_eval
     from harp.deploy.exported_eval.evaluate import is_black_box
+    from harp.evaluation.corruptions import find
     from harp.experiments import build, presets
     from harp.system.interrupt import Stop
     from harp.system.progress import Terminal
@@ -73,6 +74,7 @@ def evaluate(
         skipped = [name for name, attack in attacks if not is_black_box(attack)]
         display.note(f"no twin in torch (--twin): only black-box attacks run, not {', '.join(skipped) or 'others'}")
         attacks = [(name, attack) for name, attack in attacks if is_black_box(attack)]
+    corrupted = None if wishes.corruptions is None else find(wishes.corruptions, subjects.data)
     stop = Stop(setting.max_minutes, BEGAN)
     folder = out or path.with_name(f"{path.name}.evaluation")
     trial = exported_eval.Trial(
@@ -90,8 +92,8 @@ def evaluate(
         tests = [trial.natural(), *(trial.under(name, attack) for name, attack in attacks)]
         if wishes.curve and subjects.twin is not None:
             extra["curve"] = trial.curve(ball)
-        if wishes.corruptions is not None:
-            extra["corruptions"] = trial.direct.corruptions(wishes.corruptions)
+        if corrupted is not None:
+            extra["corruptions"] = trial.direct.corruptions(corrupted)
         findings = trial.checks(ball, tests) if wishes.checks else []
         output = trial.summary([*tests, trial.worst(tests)], findings, ball, **extra)
     for finding in findings:
