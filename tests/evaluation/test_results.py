@@ -181,14 +181,15 @@ def test_bad_input_is_one_line(subject: Subject, tmp_path: Path) -> None:
 KILLED = """
 import sys, torch
 from pathlib import Path
-from harp import data, models
+from harp import models
+from harp.data import registry
 from harp.evaluation.accuracy import Subject
 from harp.attacks import AutoAttackLite
 from harp.evaluation import runner
 from harp.evaluation.results import Audit
 runner.SECONDS = 0.0
 torch.set_num_threads(1)
-source = data.load("digits")
+source = registry.load("digits")
 torch.manual_seed(0)
 model = models.build("tinynet", num_classes=10, shape=source.shape, width=4).eval()
 with torch.no_grad():
