@@ -24,7 +24,7 @@ MAKERS: dict[str, Any] = {
 }
 
 
-def each(test: Any) -> Any:
+def with_every_attack_and_model(test: Any) -> Any:
     return pytest.mark.parametrize("attack", MAKERS)(pytest.mark.parametrize("name", cases.CASES)(test))
 
 
@@ -42,7 +42,7 @@ def undecided(name: str, x: Tensor) -> nn.Module:
     return model
 
 
-@each
+@with_every_attack_and_model
 def test_contract(attack: str, name: str) -> None:
     model, (x, y) = cases.build(name), cases.batch()
     model.train()
@@ -50,21 +50,21 @@ def test_contract(attack: str, name: str) -> None:
     model(x).sum().backward()  # gradients and statistics that must stay
     next(iter(model.parameters())).requires_grad_(False)
     before, original = snapshot(model), x.clone()
-    made = MAKERS[attack]()
+    instance = MAKERS[attack]()
     with torch.no_grad():  # a caller's
-        x_adv = made(model, x, y)
+        x_adv = instance(model, x, y)
     assert_untouched(model, before)
     assert torch.equal(x, original)
     assert not x_adv.requires_grad and x_adv.grad_fn is None and x_adv.dtype == x.dtype and x_adv.shape == x.shape
     assert x_adv.min() >= 0 and x_adv.max() <= 1
     offset = (x_adv - x).flatten(1)
-    size = offset.abs().amax(1) if made.norm == "linf" else offset.norm(dim=1)
-    assert size.max() <= made.epsilon * (1 + 1e-5) + 1e-7
-    assert size.max() > 0.5 * made.epsilon
+    size = offset.abs().amax(1) if instance.norm == "linf" else offset.norm(dim=1)
+    assert size.max() <= instance.epsilon * (1 + 1e-5) + 1e-7
+    assert size.max() > 0.5 * instance.epsilon
     assert losses(model, x_adv, y).sum() > losses(model, x, y).sum()
 
 
-@each
+@with_every_attack_and_model
 def test_deterministic_under_a_seed(attack: str, name: str) -> None:
     model, (x, y) = cases.build(name), cases.batch(4)
     found = []

@@ -19,7 +19,6 @@ import yaml
 
 from harp import models
 from harp.cli import app
-from harp.data.datasets.index import user_cache
 from harp.errors import AT_CHANCE, LOST, UNFINISHED, CheckpointError
 from harp.models.weights import save_model
 from harp.system import files
@@ -370,7 +369,7 @@ def test_without_a_home_folder_nothing_fails_and_no_folder_of_that_name_is_made(
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     refused(harp, "plan", "~/model.py:net", "--keep", "1%", said="~/model.py")
     with pytest.raises(CheckpointError, match="can't write"):
-        files.write_text(user_cache() / "index", "")
+        files.write_text(files.user_cache() / "index", "")
     assert not Path("~").exists()
 
 

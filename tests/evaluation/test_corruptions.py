@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from harp.data.dataset import DataSet, Split
 from harp.errors import DataError
-from harp.evaluation import corruptions
+from harp.evaluation import results
 from harp.evaluation.accuracy import Subject
-from harp.evaluation.corruptions import KINDS, SEVERITIES, find, measure
+from harp.evaluation.corruptions import KINDS, SEVERITIES, find, measure_all
 from harp.evaluation.results import Audit
 
 N, SIDE, CLASSES = 6, 8, 3
@@ -73,14 +73,15 @@ class ByBrightness(nn.Module):
 def test_the_files_of_cifar_10_c(tmp_path: Path) -> None:
     folder = write_cifar(tmp_path / "CIFAR-10-C")
     np.save(folder / "speckle_noise.npy", np.zeros(3))  # one of the four kinds for validation: not read
-    parts = find(folder, data_set())
+    corrupted = find(folder, data_set())
+    parts = corrupted.parts
     assert [(part.kind, part.severity) for part in parts] == [(kind, s) for kind in KINDS for s in SEVERITIES]
     for part in parts[5:10]:
         split = part.load()
         assert split.images.shape == (N, 3, SIDE, SIDE) and split.images.dtype == torch.uint8
         assert split.images[:, 0, 0, 0].tolist() == [grey(part.severity, image) for image in range(N)]
         assert torch.equal(split.labels, torch.arange(N) % CLASSES)
-    found = measure(ByBrightness(last=3), parts, examples=None, seed=0, batch=4)
+    found = measure_all(ByBrightness(last=3), corrupted, examples=None, seed=0, batch=4)
     assert len(found["rows"]) == 75 and found["missing"] == []
     by_severity = [row["value"] for row in found["rows"][:5]]
     assert by_severity == pytest.approx([1, 1, 1, 1 / 3, 1 / 3])
@@ -89,11 +90,12 @@ def test_the_files_of_cifar_10_c(tmp_path: Path) -> None:
 
 
 def test_the_folders_of_imagenet_c(tmp_path: Path) -> None:
-    parts = find(write_imagenet(tmp_path / "ImageNet-C"), data_set())
+    corrupted = find(write_imagenet(tmp_path / "ImageNet-C"), data_set())
+    parts = corrupted.parts
     assert [(part.kind, part.severity) for part in parts] == [("fog", severity) for severity in SEVERITIES]
     split = parts[1].load()
     assert split.labels.tolist() == [0, 0, 1, 1, 2, 2] and split.images.shape == (6, 3, SIDE, SIDE)
-    found = measure(ByBrightness(last=2), parts, examples=None, seed=0, batch=4)
+    found = measure_all(ByBrightness(last=2), corrupted, examples=None, seed=0, batch=4)
     assert [row["value"] for row in found["rows"]] == pytest.approx([1, 1, 1 / 3, 1 / 3, 1 / 3])
     assert found["missing"] == [kind for kind in KINDS if kind != "fog"]
 
@@ -107,9 +109,9 @@ def test_examples_are_the_same_images_at_every_severity(tmp_path: Path) -> None:
                 seen.append(((x.mean((1, 2, 3)) * 255).round().long() % 40).tolist())
             return super().forward(x)
 
-    parts = find(write_cifar(tmp_path / "c", ("snow",)), data_set())
+    corrupted = find(write_cifar(tmp_path / "c", ("snow",)), data_set())
     counts: list[tuple[float, int, str]] = []
-    found = measure(Recorder(), parts, examples=4, seed=1, batch=8, progress=lambda *call: counts.append(call))
+    found = measure_all(Recorder(), corrupted, examples=4, seed=1, batch=8, progress=lambda *call: counts.append(call))
     assert len(seen) == 5 and len({tuple(images) for images in seen}) == 1 and len(seen[0]) == 4
     assert [row["n"] for row in found["rows"]] == [4] * 5
     assert counts[-1] == (5, 5, "snow 5")
@@ -121,13 +123,13 @@ def test_the_result_is_kept_for_these_files_only(tmp_path: Path, monkeypatch: py
     def audit() -> Audit:
         return Audit(Subject(ByBrightness(3), data), tmp_path / "results", batch=4)
 
-    first = audit().corruptions(folder)
+    first = audit().corruptions(find(folder, data))
     assert first["kind"] == "corruptions" and first["files"] == "CIFAR-10-C" and first["n"] == N
     with monkeypatch.context() as patch:
-        patch.setattr(corruptions, "measure", lambda *_, **__: pytest.fail("measured again"))
-        assert audit().corruptions(folder) == first
+        patch.setattr(results, "measure_all", lambda *_, **__: pytest.fail("measured again"))
+        assert audit().corruptions(find(folder, data)) == first
     np.save(folder / f"{KINDS[0]}.npy", np.zeros((5 * N, SIDE, SIDE, 3), np.uint8))
-    assert audit().corruptions(folder)["mean"] < first["mean"]
+    assert audit().corruptions(find(folder, data))["mean"] < first["mean"]
 
 
 def header(shape: str, dtype: str = "|u1") -> bytes:
@@ -182,4 +184,4 @@ def test_an_image_that_is_damaged_is_named(tmp_path: Path) -> None:
     broken = next((folder / "fog" / "2").rglob("*.JPEG"))
     broken.write_bytes(broken.read_bytes()[:40])
     with pytest.raises(DataError, match=broken.name):
-        measure(ByBrightness(), find(folder, data_set()), examples=None, seed=0, batch=4)
+        measure_all(ByBrightness(), find(folder, data_set()), examples=None, seed=0, batch=4)

@@ -42,12 +42,12 @@ def subject() -> Subject:
     return Subject(model.eval(), source, BALL)
 
 
-def made(subject: Subject, folder: Path | None, **more: Any) -> Audit:
+def audit_of(subject: Subject, folder: Path | None, **more: Any) -> Audit:
     return Audit(subject, folder, **{"examples": 80, "seed": 1, "batch": 32, **more})
 
 
 def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = made(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3))
+    first = audit_of(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3))
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["accuracy", "examples"]
 
     def never(*_: Any, **__: Any) -> None:
@@ -55,11 +55,11 @@ def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(audits.accuracy, "measure", never)
-        assert made(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3)) == json.loads(json.dumps(first))
+        assert audit_of(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3)) == json.loads(json.dumps(first))
         for other in (
-            lambda: made(subject, tmp_path, seed=2).under("pgd-3", Pgd(0.1, steps=3)),
-            lambda: made(subject, tmp_path, examples=79).under("pgd-3", Pgd(0.1, steps=3)),
-            lambda: made(subject, tmp_path).under("pgd-3", Pgd(0.05, steps=3)),
+            lambda: audit_of(subject, tmp_path, seed=2).under("pgd-3", Pgd(0.1, steps=3)),
+            lambda: audit_of(subject, tmp_path, examples=79).under("pgd-3", Pgd(0.1, steps=3)),
+            lambda: audit_of(subject, tmp_path).under("pgd-3", Pgd(0.05, steps=3)),
         ):
             with pytest.raises(AssertionError, match="measured again"):
                 other()
@@ -67,7 +67,7 @@ def test_a_number_is_measured_once(subject: Subject, tmp_path: Path, monkeypatch
         with torch.no_grad():
             next(changed.parameters()).add_(1e-6)
         with pytest.raises(AssertionError, match="measured again"):
-            made(Subject(changed, subject.data, BALL), tmp_path).under("pgd-3", Pgd(0.1, steps=3))
+            audit_of(Subject(changed, subject.data, BALL), tmp_path).under("pgd-3", Pgd(0.1, steps=3))
 
 
 def test_an_attack_is_not_lost_before_its_number_is_written(
@@ -78,22 +78,22 @@ def test_an_attack_is_not_lost_before_its_number_is_written(
     with monkeypatch.context() as patch:
         patch.setattr(audits, "insist", lambda *_, **__: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
-            made(subject, tmp_path).under("pgd-3", attack)
+            audit_of(subject, tmp_path).under("pgd-3", attack)
     (state,) = tmp_path.glob("*.state.pt")
     saved, attacked, call = len(load_state(state)["found"]), list[int](), Pgd.__call__
     with monkeypatch.context() as patch:
         patch.setattr(Pgd, "__call__", lambda self, model, x, y: attacked.append(len(x)) or call(self, model, x, y))
-        found = made(subject, tmp_path).under("pgd-3", attack)
+        found = audit_of(subject, tmp_path).under("pgd-3", attack)
     assert saved > 0 and len(attacked) == 3 - saved  # 80 images are three portions
-    assert found["value"] == made(subject, None).under("pgd-3", attack)["value"]
+    assert found["value"] == audit_of(subject, None).under("pgd-3", attack)["value"]
     assert not state.exists()
     state.write_bytes(b"left by a kill")
-    made(subject, tmp_path).under("pgd-3", attack)
+    audit_of(subject, tmp_path).under("pgd-3", attack)
     assert not state.exists()
 
 
 def test_a_result_holds_all_that_it_depends_on(subject: Subject, tmp_path: Path) -> None:
-    found = made(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3))
+    found = audit_of(subject, tmp_path).under("pgd-3", Pgd(0.1, steps=3))
     assert found["kind"] == "accuracy" and found["n"] == 80 == len(found["images"])
     assert found["value"] == found["images"].count("1") / 80
     assert found["low"] < found["value"] < found["high"]
@@ -113,7 +113,7 @@ def test_a_result_holds_all_that_it_depends_on(subject: Subject, tmp_path: Path)
 
 
 def test_worst_case_is_the_images_that_all_attacks_leave(subject: Subject) -> None:
-    audit = made(subject, None)
+    audit = audit_of(subject, None)
     results = [audit.natural(), audit.under("a", Pgd(0.1, steps=2)), audit.under("b", Pgd(0.05, steps=5))]
     worst = audit.worst(results)
     both = [a == b == "1" for a, b in zip(results[1]["images"], results[2]["images"], strict=True)]
@@ -124,7 +124,7 @@ def test_worst_case_is_the_images_that_all_attacks_leave(subject: Subject) -> No
 
 def test_a_curve_begins_at_natural_accuracy(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audits, "CURVE", (0.5, 1.0, 4.0))
-    audit = made(subject, None)
+    audit = audit_of(subject, None)
     curve = audit.curve(BALL)
     assert [point["epsilon"] for point in curve["points"]] == [0.0, 0.05, 0.1, 0.4]
     values = [point["value"] for point in curve["points"]]
@@ -137,18 +137,18 @@ def test_flips_count_what_pruning_changed(subject: Subject) -> None:
     with torch.no_grad():
         *_, last = other.parameters()
         last[3] += 5  # the last layer's bias: all that was near becomes a three
-    found = made(Subject(other, subject.data, BALL), None).flips(subject.model)
+    found = audit_of(Subject(other, subject.data, BALL), None).flips(subject.model)
     assert found["both_right"] + found["lost"] + found["won"] + found["both_wrong"] == found["n"] == 80
     assert found["changed"] >= found["lost"] + found["won"] > 0
     for item in found["examples"]:
         x = subject.data.test.images[item["index"]][None] / 255
         assert int(subject.model(x).argmax()) == item["dense"] != item["pruned"] == int(other(x).argmax())
-    assert made(subject, None).flips(subject.model)["changed"] == 0
+    assert audit_of(subject, None).flips(subject.model)["changed"] == 0
 
 
 def test_distances_end_at_the_boundary(subject: Subject) -> None:
-    found = made(subject, None, examples=24).distances("linf")
-    natural = made(subject, None, examples=24).natural()
+    found = audit_of(subject, None, examples=24).distances("linf")
+    natural = audit_of(subject, None, examples=24).natural()
     zero = [value == 0 for value in found["values"]]
     assert zero == [bit == "0" for bit in natural["images"]]
     assert 0 < found["median"] < 1 and all(value is None or value <= 1 for value in found["values"])
@@ -166,29 +166,30 @@ class Broken(nn.Module):
 
 def test_bad_input_is_one_line(subject: Subject, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not finite"):
-        made(Subject(Broken(subject.model), subject.data, BALL), None).natural()
-    made(subject, tmp_path).natural()
+        audit_of(Subject(Broken(subject.model), subject.data, BALL), None).natural()
+    audit_of(subject, tmp_path).natural()
     (path,) = tmp_path.iterdir()
     path.write_text('{"kind": "accu')
     with pytest.raises(DataError, match="delete it"):
-        made(subject, tmp_path).natural()
+        audit_of(subject, tmp_path).natural()
     assert path.read_text() == '{"kind": "accu'
     narrow = models.build("tinynet", num_classes=5, shape=subject.data.shape, width=4)
     with pytest.raises(DataError, match="labels must be 0 to 4"):
-        made(Subject(narrow, subject.data, BALL), None).natural()
+        audit_of(Subject(narrow, subject.data, BALL), None).natural()
 
 
 KILLED = """
 import sys, torch
 from pathlib import Path
-from harp import data, models
+from harp import models
+from harp.data import registry
 from harp.evaluation.accuracy import Subject
 from harp.attacks import AutoAttackLite
 from harp.evaluation import runner
 from harp.evaluation.results import Audit
 runner.SECONDS = 0.0
 torch.set_num_threads(1)
-source = data.load("digits")
+source = registry.load("digits")
 torch.manual_seed(0)
 model = models.build("tinynet", num_classes=10, shape=source.shape, width=4).eval()
 with torch.no_grad():

@@ -187,7 +187,7 @@ def test_states_of_three_processes_continue_in_one_and_in_two(
             run(trained, ATTACKS[name], path=path, **more)
     assert len(list(tmp_path.iterdir())) == 3
     stop = Stop()
-    with pytest.raises(Interrupted):  # the second of two, who is stopped again when it is through
+    with pytest.raises(Interrupted):  # the second of two processes is stopped again when it has finished
         run(trained, ATTACKS[name], path=path, stop=stop, peers=Elsewhere(1, 2, [], stop))
     outcome = run(trained, ATTACKS[name], path=path)
     assert torch.equal(outcome.right, whole.right) and torch.equal(outcome.during, whole.during)

@@ -31,13 +31,13 @@ def test_wilson(correct: int, n: int, low: float, high: float) -> None:
 
 
 def test_balanced() -> None:
-    made = score((90, 5, 0), (100, 10, 0))
-    assert made.n == 110 and made.accuracy == pytest.approx(95 / 110)
-    assert made.per_class[:2] == (0.9, 0.5) and made.per_class[2] != made.per_class[2]
-    assert made.balanced_accuracy == pytest.approx(0.7)
+    result = score((90, 5, 0), (100, 10, 0))
+    assert result.n == 110 and result.accuracy == pytest.approx(95 / 110)
+    assert result.per_class[:2] == (0.9, 0.5) and result.per_class[2] != result.per_class[2]
+    assert result.balanced_accuracy == pytest.approx(0.7)
     (low, high), (low2, high2) = wilson(0.9, 100), wilson(0.5, 10)
     below, above = math.hypot(0.9 - low, 0.5 - low2) / 2, math.hypot(high - 0.9, high2 - 0.5) / 2
-    assert made.interval(balanced=True) == pytest.approx((0.7 - below, 0.7 + above))
+    assert result.interval(balanced=True) == pytest.approx((0.7 - below, 0.7 + above))
     assert score((8,), (10,)).interval(balanced=True) == pytest.approx(score((8,), (10,)).interval())
 
 
@@ -86,12 +86,12 @@ def test_counts_are_those_of_the_model() -> None:
     images, labels = cases.batch(50)
     model = undecided(images)
     predicted = copy.deepcopy(model).eval()(images).argmax(1)
-    made = accuracy(model, images, labels, batch=16)
+    result = accuracy(model, images, labels, batch=16)
     for label in range(4):
-        assert made.correct[label] == ((predicted == label) & (labels == label)).sum()
-        assert made.totals[label] == (labels == label).sum()
-    assert made.name == "clean"
-    assert accuracy(model, images, labels, num_classes=6).totals == (*made.totals, 0, 0)
+        assert result.correct[label] == ((predicted == label) & (labels == label)).sum()
+        assert result.totals[label] == (labels == label).sum()
+    assert result.name == "clean"
+    assert accuracy(model, images, labels, num_classes=6).totals == (*result.totals, 0, 0)
 
 
 def test_bytes_are_divided_by_255() -> None:
@@ -160,12 +160,12 @@ def test_what_an_attack_returns_is_classified_by_the_plain_model() -> None:
 def test_as_dict_says_what_the_number_depends_on() -> None:
     images, labels = cases.batch(10)
     attack = Pgd(0.1, steps=3, restarts=2)
-    made = accuracy(undecided(images), images, labels, attack=attack, seed=7).as_dict()
-    assert made["name"] == "pgd-3x2" and made["n"] == 10 and made["seed"] == 7
-    assert made["attack"]["epsilon"] == 0.1 and made["attack"]["norm"] == "linf"
+    result = accuracy(undecided(images), images, labels, attack=attack, seed=7).as_dict()
+    assert result["name"] == "pgd-3x2" and result["n"] == 10 and result["seed"] == 7
+    assert result["attack"]["epsilon"] == 0.1 and result["attack"]["norm"] == "linf"
     versions = {"harp": harp.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    assert made["versions"] == versions
-    assert json.loads(json.dumps(made)) == made
+    assert result["versions"] == versions
+    assert json.loads(json.dumps(result)) == result
 
 
 def test_progress() -> None:

@@ -30,12 +30,7 @@ def evaluate(
     curve: Annotated[bool, Option("--curve", help="Accuracy over epsilon, too.")] = False,
     distances: Annotated[bool, Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
     corruptions: Annotated[
-        Path | None,
-        Option(
-            exists=True,
-            file_okay=False,
-            help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.",
-        ),
+        Path | None, Option(help="Common corruptions, too: the folder of CIFAR-10-C, CIFAR-100-C or ImageNet-C.")
     ] = None,
     full: Annotated[bool, Option("--full", help="AutoAttack, curve and distances.")] = False,
     checks: Annotated[bool, Option(help="Look for signs of false robustness.")] = True,
@@ -66,6 +61,7 @@ def evaluate(
     from harp.attacks import Ball
     from harp.deploy import exported_eval
     from harp.errors import RecipeError
+    from harp.evaluation.corruptions import find
     from harp.evaluation.results import Audit
     from harp.experiments import build, presets
     from harp.reports import card, tables
@@ -91,9 +87,10 @@ def evaluate(
             display.note(note)
         ball, folder = ball_in(setup.threat), out or Path(f"{target}.evaluation")
         attacks = evaluate_file.attacks_on(setup, names, ball, display)
+        corrupted = None if corruptions is None else find(corruptions, setup.data)
         evaluation = exported_eval.FileEvaluation(setup, folder, partial(audit_of, display=display))
         with stop.on_signals():
-            output = evaluation.measure(attacks, ball, curve=curve or full, corruptions=corruptions, checks=checks)
+            output = evaluation.measure(attacks, ball, curve=curve or full, corrupted=corrupted, checks=checks)
         evaluate_file.show(display, output, folder, as_json=as_json)
         return
     if twin is not None:
@@ -107,6 +104,7 @@ def evaluate(
             network.to(device)
     ball = ball_in(subject.threat)
     attacks = [build.attack_of(name, ball) for name in names]
+    corrupted = None if corruptions is None else find(corruptions, subject.data)
     folder = out or _folder(target)
     audit = audit_of(subject, folder, display=display, peers=processes_of_run)
     if weights is None and not Path(target).is_dir():
@@ -119,8 +117,8 @@ def evaluate(
             output["curve"] = audit.curve(ball)
         if distances or full:
             output["distances"] = audit.distances(ball.norm)
-        if corruptions is not None:
-            output["corruptions"] = audit.corruptions(corruptions)
+        if corrupted is not None:
+            output["corruptions"] = audit.corruptions(corrupted)
         if subject.dense is not None:
             output["flips"] = audit.flips(subject.dense)
         if checks:

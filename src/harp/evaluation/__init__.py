@@ -5,6 +5,7 @@ __all__ = [
     "chance_level",
     "confidence",
     "consistency",
+    "corruptions",
     "model_checks",
     "predict",
     "results",

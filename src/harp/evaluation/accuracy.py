@@ -38,9 +38,9 @@ def measure(
     batch: int = BATCH,
     **options: Any,
 ) -> tuple[dict[str, Any], Outcome]:
-    """The accuracy with its 95 % interval and all that it depends on beside the network; and the attack's outcome.
+    """The accuracy with its 95 % interval and all that it depends on except the network; and the attack's outcome.
 
-    `options` are further arguments of `harp.evaluation.runner.AttackRun`: to show progress, to save its state, to stop.
+    `options` are further arguments of `AttackRun`, such as `progress`, `path` and `stop`.
     """
     test = source.test.select(subset(len(source.test), examples, seed))
     requested, test = len(test), readable(test, options.get("progress")).split

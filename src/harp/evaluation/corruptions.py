@@ -50,32 +50,45 @@ class Corruption:
     digest: str  # of the bytes of an .npy file, or of the names and sizes of image files
 
 
-def find(folder: Path, data: DataSet) -> list[Corruption]:
+@dataclass(frozen=True)
+class Corruptions:
+    """The corrupted test images in a folder."""
+
+    name: str  # of the folder
+    parts: list[Corruption]
+
+    @property
+    def missing(self) -> list[str]:
+        """The kinds that are not in the folder."""
+        return [kind for kind in KINDS if all(part.kind != kind for part in self.parts)]
+
+    def digest(self) -> str:
+        """A digest of all of them."""
+        texts = (f"{part.kind}/{part.severity}/{part.digest};" for part in self.parts)
+        return hashlib.blake2b("".join(texts).encode(), digest_size=16).hexdigest()
+
+
+def find(folder: Path, data: DataSet) -> Corruptions:
     """The corrupted test images of a data set in a folder."""
+    name = folder.resolve().name
     kinds = [kind for kind in KINDS if (folder / f"{kind}.npy").is_file()]
     if kinds:
         labels = _labels(folder / "labels.npy", data)
-        return [corruption for kind in kinds for corruption in _in_array(folder / f"{kind}.npy", labels, data)]
+        return Corruptions(name, [part for kind in kinds for part in _in_array(folder / f"{kind}.npy", labels, data)])
     kinds = [kind for kind in KINDS if (folder / kind).is_dir()]
     if not kinds:
         raise DataError(
             f"{folder}: no corrupted images, expected the files of CIFAR-10-C or CIFAR-100-C ({KINDS[0]}.npy, ..., "
             f"labels.npy) or the folders of ImageNet-C ({KINDS[0]}/1/CLASS/*.JPEG)"
         )
-    return [_in_folders(folder, kind, severity, data) for kind in kinds for severity in SEVERITIES]
+    return Corruptions(name, [_in_folders(folder, kind, severity, data) for kind in kinds for severity in SEVERITIES])
 
 
-def digest(corruptions: list[Corruption]) -> str:
-    """One digest of all of them."""
-    texts = (f"{corruption.kind}/{corruption.severity}/{corruption.digest};" for corruption in corruptions)
-    return hashlib.blake2b("".join(texts).encode(), digest_size=16).hexdigest()
-
-
-def measure(
+def measure_all(
     model: nn.Module,
-    corruptions: list[Corruption],
-    *,
+    corruptions: Corruptions,
     examples: int | None,
+    *,
     seed: int,
     batch: int,
     progress: Callable[[float, int, str], None] = lambda done, total, text: None,
@@ -85,17 +98,16 @@ def measure(
     `examples` images are drawn by the seed, the same at every severity; None: all. `progress` counts the corruptions.
     """
     rows: list[dict[str, Any]] = []
-    for done, corruption in enumerate(corruptions, start=1):
-        split = corruption.load()
+    for done, part in enumerate(corruptions.parts, start=1):
+        split = part.load()
         split = split.select(subset(len(split), examples, seed))
         score = accuracy(model, split.images, split.labels, batch=batch, seed=seed)
         low, high = score.interval()
-        key = {"corruption": corruption.kind, "severity": corruption.severity}
+        key = {"corruption": part.kind, "severity": part.severity}
         rows.append({**key, "value": score.accuracy, "low": low, "high": high, "n": score.n})
-        progress(done, len(corruptions), f"{corruption.kind} {corruption.severity}")
-    measured = {corruption.kind for corruption in corruptions}
-    missing = [kind for kind in KINDS if kind not in measured]
-    return {"rows": rows, "mean": fmean(row["value"] for row in rows), "missing": missing, "seed": seed, "batch": batch}
+        progress(done, len(corruptions.parts), f"{part.kind} {part.severity}")
+    mean, protocol = fmean(row["value"] for row in rows), {"seed": seed, "batch": batch}
+    return {"files": corruptions.name, "rows": rows, "mean": mean, "missing": corruptions.missing, **protocol}
 
 
 def _array(path: Path) -> Array:

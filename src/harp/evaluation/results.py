@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from harp.attacks import Apgd, Ball, Fmn, check_number
 from harp.data.decodable import readable
 from harp.errors import CheckpointError, DataError, Interrupted, ModelError
-from harp.evaluation import accuracy, consistency, corruptions, gradient_masking
+from harp.evaluation import accuracy, consistency, gradient_masking
 from harp.evaluation.accuracy import Subject
+from harp.evaluation.corruptions import Corruptions, measure_all
 from harp.evaluation.predict import answer, as_input, example_of, predicted_in_batches
 from harp.evaluation.runner import BATCH, forget, seeded
 from harp.evaluation.score import score, subset
@@ -184,26 +185,18 @@ class Audit:
 
         return self._cached("distances", attack.name, repr(attack), measure)
 
-    def corruptions(self, folder: Path) -> dict[str, Any]:
-        """Accuracy on the published files of corrupted test images in a folder, such as those of CIFAR-10-C."""
-        parts = corruptions.find(folder, self.subject.data)
+    def corruptions(self, corrupted: Corruptions) -> dict[str, Any]:
+        """Accuracy on published files of corrupted test images, such as those of CIFAR-10-C."""
+        if corrupted.missing:
+            missing = ", ".join(corrupted.missing)
+            self.display.note(f"{corrupted.name} has no {missing}: published means are over these, too")
 
         def measure() -> dict[str, Any]:
-            with self.display.counting("test corruptions", len(parts)):
-                result = corruptions.measure(
-                    self.subject.model,
-                    parts,
-                    examples=self.examples,
-                    seed=self.seed,
-                    batch=self.batch,
-                    progress=self._count,
-                )
-            return {"files": folder.resolve().name, **result}
+            model, batch, count = self.subject.model, self.batch, self._count
+            with self.display.counting("test corruptions", len(corrupted.parts)):
+                return measure_all(model, corrupted, self.examples, seed=self.seed, batch=batch, progress=count)
 
-        result = self._cached("corruptions", "files", corruptions.digest(parts), measure, alone=True)
-        if result["missing"]:
-            self.display.note(f"{folder} has no {', '.join(result['missing'])}: published means are over these too")
-        return result
+        return self._cached("corruptions", "files", corrupted.digest(), measure, alone=True)
 
     def flips(self, dense: nn.Module) -> dict[str, Any]:
         """The predictions that pruning has changed."""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,20 @@ _PORTIONS = 8  # the least number of portions, so that a few processes get equal
 FEWEST = 32  # the least number of images in a portion
 SECONDS = 15.0  # the least time between two saved states; more where saving one takes long
 
-
 Progress = Callable[[float, int, str], None]
 """Shows the progress: the number of images that are done, the number of all, and the name of the attack."""
 
 
 @dataclass
 class Outcome:
-    """The result of an attack: which images are still classified correctly, one flag an image."""
+    """The result of an attack: which images are still classified correctly, one flag for each image."""
 
     right: Tensor  # by the plain model, after the attack
     during: Tensor  # by the attack's own count
     parts: list[dict[str, Any]]  # for each attack of an ensemble: images tried, images fooled, seconds
-    seconds: float = 0.0
-    examples: dict[str, Tensor] = field(default_factory=dict)  # a few images that are misclassified only when attacked
-    witnessed: Tensor = field(default_factory=lambda: torch.ones(0, dtype=torch.bool))  # by the witness
+    seconds: float
+    examples: dict[str, Tensor]  # a few images that are misclassified only when attacked
+    witnessed: Tensor  # by the witness; empty if there is none
 
 
 @dataclass
@@ -85,8 +84,8 @@ class AttackRun:
     Arguments:
         classes: the number of classes of the network.
         path: the file of the state; call `forget` when the outcome is written.
-        store: a folder for all adversarial images, one file a portion.
-        pictures: the number of successful ones to keep in the outcome.
+        store: a folder for all adversarial images, one file for each portion.
+        pictures: the number of successful adversarial images to keep in the outcome.
         witness: another network, which classifies the same adversarial images.
         peers: the processes that share the work; all must call this, and all get the whole outcome.
     """

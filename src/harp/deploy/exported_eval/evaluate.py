@@ -21,6 +21,7 @@ from harp.deploy.exported_eval.twin import Setup
 from harp.errors import ModelError
 from harp.evaluation import consistency
 from harp.evaluation.accuracy import Subject
+from harp.evaluation.corruptions import Corruptions
 from harp.evaluation.model_checks import Finding
 from harp.evaluation.predict import as_input
 from harp.evaluation.results import CURVE, Audit
@@ -103,15 +104,21 @@ class FileEvaluation:
         return findings
 
     def measure(
-        self, attacks: Sequence[tuple[str, Any]], ball: Ball, *, curve: bool, corruptions: Path | None, checks: bool
+        self,
+        attacks: Sequence[tuple[str, Any]],
+        ball: Ball,
+        *,
+        curve: bool,
+        corrupted: Corruptions | None,
+        checks: bool,
     ) -> dict[str, Any]:
         """All results with everything that they depend on; they are also written into the folder."""
         tests = [self.natural(), *(self.under(name, attack) for name, attack in attacks)]
         more: dict[str, Any] = {}
         if curve and self.twin is not None:
             more["curve"] = self.curve(ball)
-        if corruptions is not None:
-            more["corruptions"] = self.artefact.corruptions(corruptions)
+        if corrupted is not None:
+            more["corruptions"] = self.artefact.corruptions(corrupted)
         findings = self.checks(ball, tests) if checks else []
         tests.append(self.worst(tests))
         artefact, twin = self.setup.artefact, self.setup.twin
