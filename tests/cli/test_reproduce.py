@@ -1,6 +1,7 @@
 """The command `harp reproduce`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from harp.experiments.reproduction import claim, evidence
 from support.commands import SHORT, Harp, refused
+from support.slurm import Cluster
 
 CLAIM = {
     "title": "two methods",
@@ -95,3 +97,15 @@ def test_the_cost_is_told_without_running(harp: Harp) -> None:
 )
 def test_wrong_arguments_are_one_line(harp: Harp, words: list[str], said: str) -> None:
     refused(harp, "reproduce", *words, said=said)
+
+
+def test_runs_can_be_jobs_of_a_cluster(harp: Harp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cluster = Cluster(tmp_path / "cluster")
+    monkeypatch.setenv("PATH", str(cluster.bin), prepend=os.pathsep)
+    code, out, err = harp("reproduce", "end-to-end", "--small", "--seeds", "1", "--launcher", "slurm", "--json")
+    assert code == 0, err
+    assert "0 of 7 finished" in err
+    assert len(list(cluster.root.glob("*.job"))) == 7
+    assert json.loads(out)["verdict"] == "not run"
+    refused(harp, "reproduce", "overview", "--sbatch", "--time=1", said="are for --launcher slurm")

@@ -126,7 +126,7 @@ def test_wrong_plans_are_one_line() -> None:
     with pytest.raises(RecipeError, match="multiple 8 has no meaning for weights"):
         subject.units(multiple=8)
     units = subject.units(channels=True)
-    with pytest.raises(RecipeError, match="as published"):
+    with pytest.raises(RecipeError, match="--as-published is for budgets that count weights"):
         plan.spread(units, "uniform", 0.5, as_published=True)
     with pytest.raises(BudgetError, match="FLOPs"):
         plan.spread(units, "uniform", 1e-6)

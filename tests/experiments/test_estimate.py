@@ -86,7 +86,7 @@ def test_streamed_images_take_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert streamed == replace(few, streamed=True) and streamed.memory() == 0
     assert sizes(folder(crop="resized"), tmp_path).streamed
     many = {"images": "10000000,1000", "classes": 9}  # 4.6 TB at 224, and 2 GB at 8
-    monkeypatch.setattr(base, "memory_size", lambda: 16 * 10**9)
+    monkeypatch.setattr(base, "machine_memory", lambda: 16 * 10**9)
     assert sizes(folder(), tmp_path, **many, shape="3,224,224").streamed
     assert not sizes(folder(), tmp_path, **many).streamed
     assert not sizes(folder(stream=False), tmp_path, **many, shape="3,224,224").streamed

@@ -28,10 +28,8 @@ def compare(
     ] = None,
     rank_by: Annotated[str | None, Option(help="The attack that ranks the methods, like pgd-10.")] = None,
     jobs: Annotated[int, Option(help="Runs at a time; they share the machine's cores.")] = 1,
-    launcher: Annotated[str, Option(help="Where runs are done: local (processes) or slurm (a job each).")] = "local",
-    sbatch: Annotated[
-        str, Option(help='SLURM: options of each job, like "--partition=gpu --gres=gpu:1 --time=8:00:00".')
-    ] = "",
+    launcher: options.Launcher = "local",
+    sbatch: options.Sbatch = "",
     dry_run: Annotated[bool, Option("--dry-run", help="SLURM: write the job files, submit nothing.")] = False,
     wait: Annotated[bool, Option("--wait", help="SLURM: wait for the jobs, then write the tables.")] = False,
     devices: options.Devices = 1,
@@ -53,21 +51,14 @@ def compare(
     On a cluster `--launcher slurm` submits a job a run. The same command again shows how they are, submits what failed,
     and writes the tables when all are finished.
     """
-    from harp.errors import RecipeError
     from harp.experiments import slurm
     from harp.experiments.compare import Comparison
     from harp.experiments.compose import Choice
-    from harp.experiments.recipe import unknown
     from harp.experiments.study import load
     from harp.system.interrupt import Stop
     from harp.system.progress import Terminal
 
-    if launcher not in ("local", "slurm"):
-        raise RecipeError(unknown("launcher", launcher, ("local", "slurm")))
-    if launcher == "local" and (sbatch or dry_run or wait):
-        raise RecipeError("--sbatch, --dry-run and --wait are for --launcher slurm")
-    if launcher == "slurm" and max_minutes is not None:
-        raise RecipeError('--max-minutes is for --launcher local; SLURM limits its jobs by --sbatch "--time=8:00:00"')
+    options.check_launcher(launcher, sbatch or dry_run or wait, max_minutes)
     stop = Stop(max_minutes, options.BEGAN)
     display = Terminal()
     choice = Choice(objective=objective, channels=channels)

@@ -70,3 +70,18 @@ Objective = Annotated[str | None, OBJECTIVE]
 RECIPE = Argument(help="A base (`harp list recipes`), a short name like fashion/hydra-lamp-99, or a YAML file.")
 Multiple = Annotated[int, Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
 Model = Annotated[str, Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or file.py:function.")]
+Launcher = Annotated[str, Option(help="Where runs are done: local (processes) or slurm (a job each).")]
+Sbatch = Annotated[str, Option(help='SLURM: options of each job, like "--partition=gpu --gres=gpu:1 --time=8:00:00".')]
+
+
+def check_launcher(launcher: str, slurm_options: object, max_minutes: float | None) -> None:
+    """Refuse an unknown launcher, and options that belong to the other one."""
+    from harp.errors import RecipeError
+    from harp.experiments.recipe import unknown
+
+    if launcher not in ("local", "slurm"):
+        raise RecipeError(unknown("launcher", launcher, ("local", "slurm")))
+    if launcher == "local" and slurm_options:
+        raise RecipeError("--sbatch, --dry-run and --wait are for --launcher slurm")
+    if launcher == "slurm" and max_minutes is not None:
+        raise RecipeError('--max-minutes is for --launcher local; SLURM limits its jobs by --sbatch "--time=8:00:00"')
