@@ -412,10 +412,12 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "harp"}):
         _write(figure, file, "svg", metadata={"Date": None})
-    text = _CONTROL.sub("", file.getvalue()[file.getvalue().index("<svg") :])
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>", "", text, flags=re.DOTALL)
-    root = ElementTree.fromstring(re.sub(r' xmlns(:\w+)?="[^"]*"|(?<=[ <])xlink:| clip-path="[^"]*"', "", text))
+    root = ElementTree.fromstring(_CONTROL.sub("", file.getvalue()))
     for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        element.attrib = {key.rpartition("}")[2]: text for key, text in element.items() if key != "clip-path"}
+        for child in [child for child in element if child.tag.endswith(("metadata", "style", "clipPath"))]:
+            element.remove(child)
         name = element.attrib.pop("id", "") if element.tag == "g" else ""
         if name.startswith("mark-"):
             element.set("class", "mark")
@@ -432,7 +434,7 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
 
 def _add_tooltips(group: ElementTree.Element, texts: Sequence[str]) -> None:
     """Give every mark of a group its text; a group without single marks gets the first one."""
-    marks = list(group.iter("use"))
+    marks = [element for element in group.iter() if element.tag.endswith("use")]
     for element, text in zip(marks if len(marks) == len(texts) else [group], texts, strict=False):
         note = ElementTree.Element("title")
         note.text = text
