@@ -222,7 +222,7 @@ def histograms(run: Run) -> list[Histogram]:
     kept = masks.load(mask_path) if mask_path.is_file() else {}
     costs = run.summary.cost.layers if run.summary.cost else []  # of channels, all layers that have weights
     names = [layer.name for layer in (costs if run.kind == "channels" and costs else run.summary.layers)]
-    found = []
+    distributions = []
     for name in (name for name in names if name in weights):
         weight, mask = weights[name].detach().float(), kept.get(name)
         values = weight[mask if mask is not None and mask.shape == weight.shape else weight != 0]
@@ -230,8 +230,8 @@ def histograms(run: Run) -> list[Histogram]:
         end = float(values.abs().max()) or 1.0 if len(values) else 1.0
         counts = values.histc(_BINS if len(values) >= _MANY else _FEW_BINS, -end, end).int().tolist()
         spread = float(values.std()) if len(values) > 1 else 0.0
-        found.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
-    return found
+        distributions.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
+    return distributions
 
 
 def weights(runs: Runs, measured: Mapping[str, Sequence[Histogram]]) -> Section | None:
