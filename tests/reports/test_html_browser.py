@@ -1,4 +1,4 @@
-"""The report in a real browser, on a desktop and on a phone: nothing overflows, collides or is empty; no error appears."""
+"""The report in a real browser, on a desktop and on a phone: nothing overflows, collides, is empty or logs an error."""
 
 import html
 import json
