@@ -141,7 +141,7 @@ def loaded(base: Callable[[], nn.Module], path: Path) -> nn.Module:
 @pytest.fixture(scope="module")
 def whole(root: Path, runs: list[Path]) -> Path:
     submission = apb.prepare(runs, root / "whole", ap_key=KEY, paper=PAPER)
-    assert submission.ready, submission.errors
+    assert not submission.errors
     assert submission.folder == root / "whole"
     return submission.folder
 
@@ -272,7 +272,7 @@ def test_missing_numbers_and_sparsities_are_reported(root: Path, runs: list[Path
     subset = accuracy("autoattack", 400, 1_000, 8 / 255)  # another epsilon: not the benchmark's
     (run / "evaluation" / "a.json").write_text(json.dumps(subset))
     bare = apb.prepare([run], root / "bare-out", ap_key=KEY, paper=PAPER)
-    assert not bare.ready
+    assert bare.errors
     text = "\n".join(bare.errors)
     assert "no AutoAttack at epsilon 0.031" in text
     assert "no L-inf distances" in text
@@ -280,10 +280,10 @@ def test_missing_numbers_and_sparsities_are_reported(root: Path, runs: list[Path
     (run / "evaluation" / "a.json").write_text(json.dumps(accuracy("autoattack", 400, 1_000, 0.031)))
     (run / "evaluation" / "b.json").write_text(json.dumps(distances(DISTANCES)))
     weak = apb.prepare([run, *runs[1:]], root / "weak-out", ap_key=KEY, paper=PAPER)
-    assert weak.ready
+    assert not weak.errors
     assert any("on 1,000 images" in line for line in weak.warnings)
     assert any("1 of 4" in line for line in weak.warnings)
-    with pytest.raises(RecipeError, match="there already"):
+    with pytest.raises(RecipeError, match="exists already"):
         apb.prepare([run], root / "bare-out", ap_key=KEY, paper=PAPER)
 
 

@@ -308,9 +308,10 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
     if chart.limits is not None:
         axes.set_xlim(chart.limits)
     if chart.budgets:
-        gap = _gap(chart.budgets)
+        room = _gap(chart.budgets) ** 0.5
+        shares = [*chart.budgets, *(share for series in chart.series for share in series.x)]
         axes.set_xticks(chart.budgets, [f"{budget:.10g}" for budget in chart.budgets])
-        axes.set_xlim(max(chart.budgets) * gap**0.5, min(chart.budgets) / gap**0.5)
+        axes.set_xlim(max(shares) * room, min(shares) / room)
     elif chart.log:
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 30 else (1.0, 2.0, 5.0), numticks=7))
