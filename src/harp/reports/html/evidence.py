@@ -124,10 +124,9 @@ def _attacked(runs: Runs, run: Run, record: Examples, one: Example) -> Attacked:
     what = f"{run.folder.name}: example {one.index}"
     image, attacked = (pixels(text, record.shape, what) for text in (one.image, one.attacked))
     change = attacked.astype(int) - image
-    most = int(abs(change).max())
-    gain = 127 // most if most else 1
+    gain = max(1, 127 // max(1, int(abs(change).max())))
     label, before, after = (runs.class_name(run, number) for number in (one.label, one.before, one.after))
-    images = (image, (128 + gain * change).astype(np.uint8), attacked)
+    images = (image, (128 + gain * change).clip(0, 255).astype(np.uint8), attacked)
     return Attacked(images, label, before, after, f"× {gain}", one.index)
 
 

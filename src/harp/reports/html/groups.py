@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harp.evaluation.confidence import interval
-from harp.experiments.records import Accuracy
+from harp.experiments.records import Accuracy, CurvePoint
 from harp.reports.html.collect import Kind, Run
 from harp.reports.plots import Chart, Series
 
@@ -33,22 +33,19 @@ class Estimate:
         return f"{100 * self.value:.1f} ± {50 * (self.high - self.low):.1f}"
 
 
-def estimate(results: Sequence[Accuracy]) -> Estimate | None:
-    """The estimate of some runs' accuracies of one kind."""
+def estimate(results: Sequence[Accuracy | CurvePoint]) -> Estimate | None:
+    """The estimate of some runs' accuracies of one kind; the ends of an unknown interval are NaN.
+
+    The interval of several seeds is that of their mean, within [0, 1].
+    """
     if not results:
         return None
-    first = results[0]
-    if len(results) == 1:
-        return Estimate(first.value, first.low, first.high, 1, first.n)
-    low, high = spread([result.value for result in results])
-    value = sum(result.value for result in results) / len(results)
-    return Estimate(value, low, high, len(results), min(result.n for result in results))
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of several seeds' shares, within [0, 1]."""
-    mean, half = interval(values)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    values = [result.value for result in results]
+    low, high = (math.nan if end is None else end for end in (results[0].low, results[0].high))
+    if len(results) > 1:
+        mean, half = interval(values)
+        low, high = max(0.0, mean - half), min(1.0, mean + half)
+    return Estimate(sum(values) / len(values), low, high, len(values), min(result.n or 0 for result in results))
 
 
 def share_text(share: float) -> str:

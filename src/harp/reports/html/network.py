@@ -1,7 +1,7 @@
 """The report's chapters on the network: where the budget went, what the weights look like, training and cost."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,20 +86,22 @@ def _layer_figure(
     )
 
 
+def _means(seeds: Iterable[Iterable[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*seeds, strict=True)]
+
+
 def _rates(variant: Variant) -> list[float]:
     """The percentage that each layer keeps, as the mean of the seeds."""
-    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
-    return [sum(100 * layer.kept / layer.size for layer in column) / len(column) for column in columns]
+    return _means((100 * layer.kept / layer.size for layer in run.summary.layers) for run in variant.runs)
 
 
 def _numbers(variant: Variant) -> list[float]:
-    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
-    return [sum(layer.kept for layer in column) / len(column) for column in columns]
+    return _means((layer.kept for layer in run.summary.layers) for run in variant.runs)
 
 
 def _macs(variant: Variant) -> list[float]:
-    costs = [run.summary.cost.layers for run in variant.runs if run.summary.cost]
-    return [sum(layer.macs_kept for layer in column) / len(column) for column in zip(*costs, strict=True)]
+    costs = [run.summary.cost for run in variant.runs if run.summary.cost]
+    return _means((layer.macs_kept for layer in cost.layers) for cost in costs)
 
 
 def _multiplications(runs: Runs) -> list[Figure]:
