@@ -416,14 +416,15 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
     root = ElementTree.fromstring(_CONTROL.sub("", file.getvalue()))
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]
-        element.attrib = {key.rpartition("}")[2]: text for key, text in element.items() if key != "clip-path"}
+        kept = [(key, text) for key, text in element.items() if key != "clip-path" and "rotate(-0" not in text]
+        element.attrib = {key.rpartition("}")[2]: text for key, text in kept}
         for child in [child for child in element if child.tag.endswith(("metadata", "style", "clipPath"))]:
             element.remove(child)
         name = element.attrib.pop("id", "") if element.tag == "g" else ""
         if name.startswith("mark-"):
             element.set("class", "mark")
             _add_tooltips(element, tips[int(name.removeprefix("mark-"))])
-        for key in {"d", "x", "y", "transform"} & element.attrib.keys():
+        for key in {"d", "x", "y"} & element.attrib.keys():
             element.set(key, re.sub(r"(\.\d)\d+", r"\1", element.attrib[key]))
         if "style" in element.attrib:
             style = re.sub(r"font-family:[^;]*; ?", "", element.attrib["style"])
