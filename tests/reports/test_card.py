@@ -77,7 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     return folder, model
 
 
-def test_the_card_tells_what_is_known(run: tuple[Path, nn.Module]) -> None:
+def test_the_card_contains_what_is_known_of_the_run(run: tuple[Path, nn.Module]) -> None:
     folder, _ = run
     text = card.card(folder)
     found = run_folder.read(folder)
@@ -155,7 +155,7 @@ def test_a_model_from_a_file_keeps_no_path(tmp_path: Path) -> None:
     assert torch.equal(scope["model"](x), model(x))
 
 
-def test_data_of_the_user(tmp_path: Path) -> None:
+def test_the_card_of_a_users_data_shows_no_path(tmp_path: Path) -> None:
     made = content(data="fashion", model=TINY, keep=None)
     make(tmp_path, made, results=[score("natural", 40, 50)])
     text = (tmp_path / "recipe.yaml").read_text()
@@ -179,7 +179,7 @@ def test_data_of_the_user(tmp_path: Path) -> None:
         ("embedded part of Fashion-MNIST (Zalando, MIT); checksum agrees",) * 2,
     ],
 )
-def test_sources_lose_their_paths(source: str, kept: str) -> None:
+def test_paths_are_removed_from_sources(source: str, kept: str) -> None:
     assert card.meaningful(source) == kept
 
 
@@ -196,7 +196,7 @@ def test_every_method_and_objective_can_be_described(tmp_path: Path) -> None:
         assert (f"Method: {title} – {method.paper}" if method.paper else f"Method: {title}, no paper.") in text
 
 
-def test_half_written_runs_give_one_line_and_leave_the_old_card(tmp_path: Path) -> None:
+def test_unfinished_runs_are_a_one_line_error_and_keep_the_old_card(tmp_path: Path) -> None:
     def refused(kind: type[HarpError], match: str) -> None:
         with pytest.raises(kind, match=match) as raised:
             card.write(tmp_path)
@@ -221,7 +221,7 @@ def slim(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]:
     return folder, make(folder, made)
 
 
-def test_a_network_without_its_channels_says_so_in_its_own_units(slim: tuple[Path, nn.Module]) -> None:
+def test_the_card_of_a_network_with_channels_cut_out_counts_its_units(slim: tuple[Path, nn.Module]) -> None:
     folder, model = slim
     text, told = card.card(folder), run_folder.read(folder).summary
     kept, size = (sum(layer[key] for layer in told["layers"]) for key in ("kept", "size"))
@@ -246,7 +246,7 @@ def test_a_network_without_its_channels_says_so_in_its_own_units(slim: tuple[Pat
     assert f"| `features.3.weight` | 16x8x3x3 | {shape} |" in text
 
 
-def test_how_to_load_a_network_without_its_channels_works(slim: tuple[Path, nn.Module]) -> None:
+def test_the_snippets_for_a_network_with_channels_cut_out_run(slim: tuple[Path, nn.Module]) -> None:
     folder, model = slim
     card.write(folder)
     scope, printed = run_snippets(folder)

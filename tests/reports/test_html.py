@@ -88,7 +88,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.suffix: path.read_text("utf-8") for path in report.build([make_run(root)], root / "out")}
 
 
-def test_page_is_well_formed_small_and_needs_nothing_else(built: dict[str, str]) -> None:
+def test_page_is_well_formed_small_and_needs_no_other_file(built: dict[str, str]) -> None:
     found = Page(built[".html"])
     assert len(built[".html"].encode()) < 1_000_000
     assert not {"script", "iframe", "object", "embed", "base"} & {tag for tag, _ in found.tags}
@@ -101,7 +101,7 @@ def test_page_is_well_formed_small_and_needs_nothing_else(built: dict[str, str])
     assert "@import" not in built[".html"] and "url(" not in built[".html"]
 
 
-def test_all_chapters_are_there_with_title_caption_axes_and_numbers(built: dict[str, str]) -> None:
+def test_all_chapters_have_titles_captions_charts_and_numbers(built: dict[str, str]) -> None:
     found = Page(built[".html"])
     anchors = {attributes.get("id") for tag, attributes in found.tags if tag == "section"}
     wanted = (
@@ -137,7 +137,7 @@ def test_numbers_of_a_run_are_those_of_its_files(single: dict[str, str]) -> None
         assert number in words, number
 
 
-def test_a_run_of_channels_speaks_of_flops_and_widths(tmp_path: Path) -> None:
+def test_a_run_that_pruned_channels_shows_flops_and_widths(tmp_path: Path) -> None:
     files = reported([channel_run(tmp_path, epochs=2)], tmp_path / "report")
     page, data = Page(files[".html"]), json.loads(files[".json"])
     line = "FLOPs 1,000,000 → 249,000 (24.900%), channels 24 → 12, MACs 4,000,000 → 80,000, parameters 700 → 170"
@@ -158,7 +158,7 @@ def test_a_run_of_channels_speaks_of_flops_and_widths(tmp_path: Path) -> None:
     assert "multiplications of one image" in files[".html"]
 
 
-def test_the_work_of_the_layers_is_shown_for_weights_as_well(tmp_path: Path) -> None:
+def test_multiplications_per_layer_are_shown_for_pruned_weights_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     summary["cost"]["layers"] = [{"name": "block0.conv.weight", "macs": 1000, "macs_kept": 10}]
@@ -188,7 +188,7 @@ def test_shares_of_weights_and_of_flops_are_not_mixed(tmp_path: Path) -> None:
     assert "weights 600 → 6 (1.000%)" in data["headline"], "most networks count weights"
 
 
-def test_where_kinds_were_tested_by_different_attacks_each_is_shown_by_its_own(tmp_path: Path) -> None:
+def test_units_tested_under_different_attacks_are_each_shown_under_their_own(tmp_path: Path) -> None:
     folders = [make_run(tmp_path, keep=0.1, evaluated=False), make_run(tmp_path, keep=0.01, evaluated=False)]
     last = channel_run(tmp_path, evaluated=False)
     summary = json.loads((last / "summary.json").read_text())
@@ -200,7 +200,7 @@ def test_where_kinds_were_tested_by_different_attacks_each_is_shown_by_its_own(t
     assert page.count(', without attack"') == 2
 
 
-def test_of_one_budget_of_channels_the_best_leads_and_not_the_smallest(tmp_path: Path) -> None:
+def test_the_best_network_at_the_smallest_budget_is_shown_first(tmp_path: Path) -> None:
     folders = [channel_run(tmp_path, "harp", value=0.6), channel_run(tmp_path, "hydra", seed=5, value=0.3)]
     arranged = groups.arrange(collect.read(folders))
     assert arranged.lead.method == "harp" and arranged.lead.share > min(v.share for v in arranged.pruned)
@@ -208,7 +208,7 @@ def test_of_one_budget_of_channels_the_best_leads_and_not_the_smallest(tmp_path:
     assert "harp, 25 % FLOPs, the best of 2 at the smallest budget" in text
 
 
-def test_a_budget_that_is_overspent_is_refused(tmp_path: Path) -> None:
+def test_an_exceeded_budget_is_refused(tmp_path: Path) -> None:
     folder = channel_run(tmp_path)
     summary = json.loads((folder / "summary.json").read_text())
     summary["budget"]["kept"] = 2_000_000
@@ -228,7 +228,7 @@ def test_seeds_become_means_with_intervals(built: dict[str, str]) -> None:
     assert "59.0 ± 12.7" in built[".md"]
 
 
-def test_json_has_all_and_only_plain_numbers(built: dict[str, str]) -> None:
+def test_json_has_all_records_and_only_finite_numbers(built: dict[str, str]) -> None:
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
@@ -252,7 +252,7 @@ def test_markdown_has_tables_of_equal_width(built: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md", ".json"])
-def test_paths_of_the_machine_are_nowhere(single: dict[str, str], suffix: str, tmp_path: Path) -> None:
+def test_no_file_contains_paths_of_the_machine(single: dict[str, str], suffix: str, tmp_path: Path) -> None:
     assert "/home/me" not in single[suffix] and str(tmp_path.parent.parent) not in single[suffix]
     assert "toys; checksums agree" in single[suffix] and "w.pt" in single[suffix]
 
@@ -275,7 +275,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert outside != markdown and "<script" not in outside
 
 
-def test_a_run_without_anything_beside_its_summary(tmp_path: Path) -> None:
+def test_a_run_with_nothing_but_its_summary_makes_a_report(tmp_path: Path) -> None:
     folder = make_run(tmp_path, evaluated=False)
     content = json.loads((folder / "summary.json").read_text())
     del content["cost"], content["source"]
@@ -296,13 +296,13 @@ def test_a_run_without_anything_beside_its_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(evaluation(0.5)))
-def test_every_kind_alone(tmp_path: Path, kind: str) -> None:
+def test_every_kind_of_record_alone_makes_a_report(tmp_path: Path, kind: str) -> None:
     folder = make_run(tmp_path, evaluated=False)
     (folder / "evaluation" / "x.json").write_text(json.dumps(evaluation(0.5)[kind]))
     assert len(report.build([folder], tmp_path / "r.html")) == 3
 
 
-def test_warnings(tmp_path: Path) -> None:
+def test_notes_warn_of_failed_checks_and_small_tests(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     content = json.loads((folder / "summary.json").read_text())
     content["results"] = [accuracy("natural", 0.4, 100), accuracy("pgd-20", 0.5, 100, 8 / 255)]
@@ -326,7 +326,7 @@ def test_warnings(tmp_path: Path) -> None:
         assert note in words, note
 
 
-def test_of_what_was_measured_twice_the_better_counts(tmp_path: Path) -> None:
+def test_of_repeated_measurements_the_one_on_most_images_counts(tmp_path: Path) -> None:
     folder = make_run(tmp_path, evaluated=False)
     curve = evaluation(0.5)["curve"]
     points = [{"epsilon": 0.1, "value": 0.25}]
@@ -376,20 +376,20 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", list(BROKEN))
-def test_what_is_no_run_is_one_line_and_overwrites_nothing(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_run_is_a_one_line_error_and_overwrites_nothing(tmp_path: Path, damage: str) -> None:
     good, bad = make_run(tmp_path), make_run(tmp_path, keep=0.05)
-    out = tmp_path / "out" / "r.html"
-    report.build([good], out)
+    out, texts = tmp_path / "out" / "r.html", ("json", "md")
+    report.build([good], out, texts)
     before = {path: path.read_bytes() for path in out.parent.iterdir()}
     ruin, message = BROKEN[damage]
     ruin(bad)
     with pytest.raises(HarpError) as caught:
-        report.build([good, bad], out)
+        report.build([good, bad], out, texts)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in out.parent.iterdir()} == before
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     for wrong in (lambda: report.build([], tmp_path), lambda: report.build([tmp_path / "none"], tmp_path)):
         with pytest.raises(HarpError):
@@ -401,7 +401,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         report.build([folder], tmp_path / "file")
 
 
-def test_where_files_go_and_that_they_are_the_same_again(tmp_path: Path) -> None:
+def test_files_are_written_where_asked_and_are_reproducible(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "runs")
     made = report.build([folder, folder], tmp_path / "a" / "page.html", ["md", "html"])
     assert [path.name for path in made] == ["page.md", "page.html"]
@@ -410,7 +410,7 @@ def test_where_files_go_and_that_they_are_the_same_again(tmp_path: Path) -> None
     assert again[0].read_bytes() == made[1].read_bytes(), "a run given twice counts once"
 
 
-def test_methods_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+def test_methods_of_one_name_are_labelled_by_the_options_that_differ(tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path, "hydra", 0.1, options={"strategy": "lamp"}),
         make_run(tmp_path, "hydra", 0.1),
@@ -425,7 +425,7 @@ def test_methods_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     assert found.lead.label == "harp, 1 %"
 
 
-def test_paths_are_cut_and_other_text_is_not() -> None:
+def test_absolute_paths_are_shortened_and_other_text_is_kept() -> None:
     cut = collect.without_paths
     assert cut("/home/me/my data/cifar; checksums agree") == "cifar; checksums agree"
     assert cut(r"C:\Users\me\w.pt") == "w.pt" and cut("~/x/net.py:Net") == "net.py:Net"
@@ -435,7 +435,7 @@ def test_paths_are_cut_and_other_text_is_not() -> None:
     assert cut({"image": "/9j/4AA/x", "a": [1, "/x/y"]}) == {"image": "/9j/4AA/x", "a": [1, "y"]}
 
 
-def test_every_block_has_its_form_in_page_and_text(single: dict[str, str]) -> None:
+def test_images_verdicts_and_recipe_are_in_page_and_text(single: dict[str, str]) -> None:
     assert single[".html"].count("data:image/png;base64,") == 3
     assert "✗ bad" in single[".html"] and "✗ bad" in single[".md"]
     assert "stages:" in single[".html"] and "stages:" in single[".md"]

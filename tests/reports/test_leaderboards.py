@@ -141,7 +141,7 @@ def loaded(base: Callable[[], nn.Module], path: Path) -> nn.Module:
 @pytest.fixture(scope="module")
 def whole(root: Path, runs: list[Path]) -> Path:
     submission = apb.prepare(runs, root / "whole", ap_key=KEY, paper=PAPER)
-    assert submission.ready, submission.errors
+    assert not submission.errors
     assert submission.folder == root / "whole"
     return submission.folder
 
@@ -155,7 +155,7 @@ def refuse(tmp_path: Path, run: Path, kind: type[HarpError], match: str, **more:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))]
 
 
-def test_base_models_are_the_benchmarks() -> None:
+def test_our_models_have_the_tensors_of_the_benchmarks_base_models() -> None:
     with torch.device("meta"):
         pairs = (("vgg16", base_vgg16()), ("resnet18", BaseResNet18()))
     for name, model in pairs:
@@ -164,7 +164,7 @@ def test_base_models_are_the_benchmarks() -> None:
         assert list(apb.shapes(name)) == list(expected), "in torch's order"
 
 
-def test_checkpoints_load_strictly_and_answer_alike(whole: Path, networks: dict[Path, nn.Module]) -> None:
+def test_checkpoints_load_strictly_and_give_the_same_logits(whole: Path, networks: dict[Path, nn.Module]) -> None:
     for level, ours in zip((90, 95, 99), networks.values(), strict=True):
         base = loaded(BaseResNet18, whole / "checkpoints" / f"{KEY}_R18_CIFAR10_US_{level}.pt")
         with torch.no_grad():
@@ -194,7 +194,7 @@ def test_vgg16_loads_strictly_too(root: Path) -> None:
     assert any("90 %, 95 %" in line for line in submission.errors), "three sparsities are needed"
 
 
-def test_the_folder_says_everything(whole: Path) -> None:
+def test_the_folder_has_taxonomy_issue_and_checklist(whole: Path) -> None:
     entry = json.loads((whole / "taxonomy.json").read_text())
     assert entry == {  # as the benchmark has it for HARP, up to the structured form, which was not run
         "link_to_paper": PAPER,
@@ -227,12 +227,12 @@ def test_distances_are_a_plain_pickle_in_which_unbroken_points_are_robust(whole:
 
 
 @given(st.lists(st.floats(0, 1) | st.just(math.inf), min_size=1))
-def test_robust_share_is_the_benchmarks(values: list[float]) -> None:
+def test_robust_share_is_computed_like_the_benchmarks(values: list[float]) -> None:
     theirs = (torch.tensor(values, dtype=torch.float64) > 8 / 255).double().mean()
     assert apb.robust_share(values) == pytest.approx(float(theirs))
 
 
-def test_what_was_tampered_with_is_not_valid(root: Path, runs: list[Path]) -> None:
+def test_changed_files_are_not_valid(root: Path, runs: list[Path]) -> None:
     whole = root / "tampered"
     prepared = apb.prepare([runs[2]], whole, ap_key=KEY, paper=PAPER)
     assert apb.validate(whole) == list(prepared.problems)
@@ -265,14 +265,14 @@ def test_what_was_tampered_with_is_not_valid(root: Path, runs: list[Path]) -> No
     assert apb.validate(whole / "nowhere")[0].startswith("error")
 
 
-def test_missing_numbers_and_sparsities_are_said(root: Path, runs: list[Path]) -> None:
+def test_missing_numbers_and_sparsities_are_reported(root: Path, runs: list[Path]) -> None:
     run = linked(runs[0], root / "bare")
     shutil.rmtree(run / "evaluation")
     (run / "evaluation").mkdir()
     subset = accuracy("autoattack", 400, 1_000, 8 / 255)  # another epsilon: not the benchmark's
     (run / "evaluation" / "a.json").write_text(json.dumps(subset))
     bare = apb.prepare([run], root / "bare-out", ap_key=KEY, paper=PAPER)
-    assert not bare.ready
+    assert bare.errors
     text = "\n".join(bare.errors)
     assert "no AutoAttack at epsilon 0.031" in text
     assert "no L-inf distances" in text
@@ -280,14 +280,14 @@ def test_missing_numbers_and_sparsities_are_said(root: Path, runs: list[Path]) -
     (run / "evaluation" / "a.json").write_text(json.dumps(accuracy("autoattack", 400, 1_000, 0.031)))
     (run / "evaluation" / "b.json").write_text(json.dumps(distances(DISTANCES)))
     weak = apb.prepare([run, *runs[1:]], root / "weak-out", ap_key=KEY, paper=PAPER)
-    assert weak.ready
+    assert not weak.errors
     assert any("on 1,000 images" in line for line in weak.warnings)
     assert any("1 of 4" in line for line in weak.warnings)
-    with pytest.raises(RecipeError, match="there already"):
+    with pytest.raises(RecipeError, match="exists already"):
         apb.prepare([run], root / "bare-out", ap_key=KEY, paper=PAPER)
 
 
-def test_plain_accuracy_also_where_we_balance(root: Path, runs: list[Path]) -> None:
+def test_plain_accuracy_is_submitted_even_if_the_run_reports_balanced_accuracy(root: Path, runs: list[Path]) -> None:
     uneven = {**score("natural", 8000, 10_000), "value": 0.5, "measure": "balanced accuracy"}
     run = linked(runs[2], root / "svhn", "recipe.yaml", "summary.json")
     text = (run / "recipe.yaml").read_text()
@@ -297,7 +297,9 @@ def test_plain_accuracy_also_where_we_balance(root: Path, runs: list[Path]) -> N
     assert "_Clean Accuracy:_ 80.00" in (root / "svhn-out" / "ISSUE.md").read_text()
 
 
-def test_what_the_benchmark_has_no_place_for_is_refused(tmp_path: Path, runs: list[Path], root: Path) -> None:
+def test_models_data_and_sparsities_outside_the_benchmark_are_refused(
+    tmp_path: Path, runs: list[Path], root: Path
+) -> None:
     make(tmp_path / "narrow", content(model={"name": "resnet18", "width": 0.05}))
     refuse(tmp_path, tmp_path / "narrow", ModelError, "resnet18 of width 0.05")
     make(tmp_path / "small", content(model="tinynet"))
@@ -342,7 +344,7 @@ def test_the_paper_of_the_method_is_the_default(root: Path, runs: list[Path], tm
         robustbench.prepare(tmp_path / "tandem", tmp_path / "out", name=CLAIM["name"], title="T", authors="A")
 
 
-def test_half_written_runs_are_refused(tmp_path: Path) -> None:
+def test_unfinished_runs_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     refuse(tmp_path, empty, RunFolderError, "no recipe.yaml")
@@ -374,7 +376,7 @@ def tiny(mean: float) -> tuple[nn.Module, dict[str, Tensor], nn.Module]:
     return whole, dict(whole.state_dict()), models.build("resnet8", **options).eval()
 
 
-def test_normalisation_is_folded_where_that_is_exact() -> None:
+def test_normalisation_is_folded_if_that_is_exact() -> None:
     whole, state, base = tiny(0.0)
     folded, declared = apb.fold(state, "conv1.weight")
     assert declared is None
@@ -422,7 +424,7 @@ def test_normalisation_is_declared_with_its_definition(root: Path) -> None:
 # Channels
 
 
-def test_a_network_without_its_channels_is_submitted_in_the_base_models_width(root: Path) -> None:
+def test_a_network_with_channels_cut_out_is_submitted_in_the_base_models_width(root: Path) -> None:
     units = {"kind": "channels", "budget": "parameters"}
     model = make(root / "channels", content(keep=0.1, units=units), evaluation=MEASURED)
     submission = apb.prepare([root / "channels"], root / "channels-out", ap_key=KEY, paper=PAPER)
@@ -457,7 +459,7 @@ def test_structured_sparsity_may_be_above_its_level_and_not_below(root: Path, ke
     shutil.rmtree(run)
 
 
-def test_robustbench_takes_a_network_without_its_channels(root: Path) -> None:
+def test_robustbench_accepts_a_network_with_channels_cut_out(root: Path) -> None:
     part = {"name": "resnet18", "width": 0.0625, "normalize": [[0.5, 0.4, 0.3], [0.25, 0.25, 0.2]]}
     made = content(model=part, keep=0.25, units={"kind": "channels"})
     make(root / "rb-channels", made, evaluation=[AUTOATTACK])
@@ -474,7 +476,7 @@ def test_robustbench_takes_a_network_without_its_channels(root: Path) -> None:
 # Taxonomy
 
 
-def test_every_method_has_its_place() -> None:
+def test_every_method_has_a_complete_taxonomy_entry() -> None:
     for name in sorted(set(PRUNERS) - {"dense", "fixed"}):
         entry = taxonomy.entry(recipe.parse(content(method=name)), KEY, PAPER)
         pipeline = entry["Type of Pipeline:"]
@@ -495,12 +497,12 @@ def test_every_method_has_its_place() -> None:
         ("flying-bird", ("D", "Global Pruning (G)", "Lowest Weight Magnitude LWM")),
     ],
 )
-def test_published_methods_are_where_the_benchmark_has_them(method: str, published: tuple[str, ...]) -> None:
+def test_published_methods_have_the_entries_of_the_benchmark(method: str, published: tuple[str, ...]) -> None:
     entry = taxonomy.entry(recipe.parse(content(method=method)), KEY, PAPER)
     assert (entry["Type of Pipeline:"][0], entry["Pruning locality"], entry["Pruning criterion"]) == published
 
 
-def test_the_recipe_decides_objectives_rounds_and_locality() -> None:
+def test_objectives_rounds_and_locality_come_from_the_recipe() -> None:
     made = content(method="magnitude", objective="natural")
     made["stages"][1]["pruner"]["strategy"] = "lamp"
     made["stages"][2]["objective"] = "mart"
@@ -544,7 +546,7 @@ def claimed(root: Path) -> Path:
     return root / "rb-out"
 
 
-def test_robustbench_entry(claimed: Path) -> None:
+def test_robustbench_entry_has_the_numbers_of_the_run(claimed: Path) -> None:
     info = json.loads((claimed / "model_info" / "cifar10" / "Linf" / f"{CLAIM['name']}.json").read_text())
     assert list(info) == list(robustbench.Entry.model_fields)
     assert info["clean_acc"] == "80.00"
@@ -563,7 +565,7 @@ def test_robustbench_entry(claimed: Path) -> None:
     assert "**Robust accuracy**: 43.20" in (claimed / "ISSUE.md").read_text()
 
 
-def test_robustbench_finds_what_does_not_fit(claimed: Path) -> None:
+def test_robustbench_validation_finds_errors(claimed: Path) -> None:
     path = claimed / "Zhao2023Holistic_R18_x.py"
     old = path.read_text()
     path.write_text(old.replace("x - self.mean", "x + self.mean"))
@@ -580,7 +582,7 @@ def test_robustbench_finds_what_does_not_fit(claimed: Path) -> None:
     assert robustbench.validate(claimed / "nowhere")[0].startswith("error")
 
 
-def test_every_named_model_has_a_definition_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_built_in_model_has_a_stand_alone_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in models.MODELS:
         shape = (3, 64, 64) if name == "resnet50" else (3, 32, 32)
         options = {"width": 2 if name in ("convnet", "tinynet") else 0.0625}
@@ -599,7 +601,7 @@ def test_every_named_model_has_a_definition_of_its_own(monkeypatch: pytest.Monke
             assert torch.equal(model(x), ours(x)), name
 
 
-def test_a_users_own_file_goes_along(root: Path, tmp_path: Path) -> None:
+def test_a_users_model_file_is_part_of_the_submission(root: Path, tmp_path: Path) -> None:
     source = (
         "from torch import nn\n\n\ndef make(num_classes, hidden=4):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(3072, hidden), nn.ReLU(), nn.Linear(hidden, num_classes))\n"
@@ -618,7 +620,7 @@ def test_a_users_own_file_goes_along(root: Path, tmp_path: Path) -> None:
     assert not any(str(tmp_path) in text for text in texts)
 
 
-def test_robustbench_refuses(tmp_path: Path) -> None:
+def test_robustbench_refuses_other_data_names_and_models(tmp_path: Path) -> None:
     def refused(kind: type[HarpError], match: str, run: Path, **more: Any) -> None:
         with pytest.raises(kind, match=match) as raised:
             robustbench.prepare(run, tmp_path / "out", **{**CLAIM, **more})

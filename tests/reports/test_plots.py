@@ -70,7 +70,7 @@ def test_long_names_are_shortened_and_kept_in_the_tooltip() -> None:
 def test_a_name_of_any_letters_is_shown_as_it_is(name: str, tmp_path: Path) -> None:
     svg = plots.inline(Chart(name, name, name, [Series(name, 0, [0], [5.0])], [name, "x"]), name)
     shown = [text.text for text in ElementTree.fromstring(svg).iter("text")]
-    assert shown.count(name.replace("\x01", "").replace(' xmlns="x', "")) >= bool(name) * 2
+    assert shown.count(name.replace("\x01", "")) >= bool(name) * 2
     plots.draw(tmp_path / "layers.png", name, [{"name": name, "size": 2, "kept": 1}], {name: [{"robust": 0.5}]})
 
 

@@ -40,18 +40,18 @@ def write(run: str | Path) -> Path:
 
 def card(run: str | Path) -> str:
     """The card of a finished run, in Markdown."""
-    found = run_folder.read(run)
-    recipe, summary, results, known = found.recipe, found.summary, _results(found), facts(found.data)
-    layers, findings = summary["layers"], [one for check in found.of_kind("checks") for one in check["findings"]]
-    versions = [result["versions"] for result in found.results if result.get("versions")]
-    shape, names = found.shape, found.class_names
+    finished = run_folder.read(run)
+    recipe, summary, results, known = finished.recipe, finished.summary, _results(finished), facts(finished.data)
+    layers, findings = summary["layers"], [one for check in finished.of_kind("checks") for one in check["findings"]]
+    versions = [result["versions"] for result in finished.results if result.get("versions")]
+    shape, names = finished.shape, finished.class_names
     return templating.render(
         "model_card.md",
-        run=found,
-        front_matter=_front_matter(found, results),
-        architecture=_architecture(found),
-        cut=artefact.cut_of(found.folder),
-        method=_method(found),
+        run=finished,
+        front_matter=_front_matter(finished, results),
+        architecture=_architecture(finished),
+        cut=artefact.cut_of(finished.folder),
+        method=_method(finished),
         input_size="x".join(map(str, (*shape[1:], shape[0]))) if shape else "the size of the data set's",
         normalize=recipe.model.normalize,
         kind=recipe.units.kind,
@@ -60,25 +60,25 @@ def card(run: str | Path) -> str:
         units_kept=sum(int(layer["kept"]) for layer in layers),
         versions="; ".join(dict.fromkeys(", ".join(f"{name} {one[name]}" for name in one) for one in versions)),
         weights=None if recipe.model.weights is None else Path(recipe.model.weights).name,
-        stages=[_stage(found, stage) for stage in recipe.stages],
+        stages=[_stage(finished, stage) for stage in recipe.stages],
         data=recipe.data,
         chosen=any(stage.select == "best" for stage in recipe.stages),
         measure=summary["results"][0].get("measure", "accuracy"),
         threats=sorted({f"{_norm(r['attack'])} with epsilon {epsilon_text(r)}" for r in results if r.get("attack")}),
         source=meaningful(str(summary.get("source", ""))),
         test_images=None if known is None else known.test,
-        class_names=names if names != tuple(map(str, range(found.classes))) and len(names) <= 20 else (),
-        rows=_rows(found, results),
-        worst_classes=[worst for result in results for worst in _worst_class(found, result)],
-        distances=[_distances(record) for record in found.of_kind("distances") if record["values"]],
-        corruptions=[one for one in found.of_kind("corruptions") if one.get("mean") is not None],
+        class_names=names if names != tuple(map(str, range(finished.classes))) and len(names) <= 20 else (),
+        rows=_rows(finished, results),
+        worst_classes=[worst for result in results for worst in _worst_class(finished, result)],
+        distances=[_distances(record) for record in finished.of_kind("distances") if record["values"]],
+        corruptions=[one for one in finished.of_kind("corruptions") if one.get("mean") is not None],
         fewest=min(sum(result["totals"]) for result in results),
-        autoattack=any(re.split("[,@]", str(result["name"]))[0] == "autoattack" for result in found.results),
+        autoattack=any(re.split("[,@]", str(result["name"]))[0] == "autoattack" for result in finished.results),
         findings=findings,
-        checked=bool(found.of_kind("checks")),
+        checked=bool(finished.of_kind("checks")),
         cost=summary.get("cost") or {},
-        **_spent(found),
-        arguments=_arguments(found),
+        **_spent(finished),
+        arguments=_arguments(finished),
     )
 
 
@@ -88,10 +88,10 @@ def meaningful(source: str) -> str:
     return "; ".join(part for part in kept if part)
 
 
-def _results(found: Finished) -> list[Mapping[str, Any]]:
+def _results(finished: Finished) -> list[Mapping[str, Any]]:
     """The accuracies of the card: each attack and epsilon once, on the most images, without the points of curves."""
     chosen: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for result in found.results:
+    for result in finished.results:
         attack = result.get("attack") or {}
         key = (result["name"], attack.get("epsilon"), attack.get("norm"))
         if "@" not in str(result["name"]) and sum(result["totals"]) >= sum(chosen.get(key, {"totals": [0]})["totals"]):
@@ -99,23 +99,23 @@ def _results(found: Finished) -> list[Mapping[str, Any]]:
     return list(chosen.values())
 
 
-def _front_matter(found: Finished, results: list[Mapping[str, Any]]) -> str:
+def _front_matter(finished: Finished, results: list[Mapping[str, Any]]) -> str:
     metrics = []
     for result in results:
         attack = result.get("attack")
         threat = f", {_norm(attack)}, epsilon {epsilon_text(result)}" if attack else ""
         name = f"{result.get('measure', 'accuracy')}, {result['name']}{threat}"
         metrics.append({"type": "accuracy", "name": name, "value": round(100 * result["value"], 2)})
-    known = facts(found.data)
-    entry = {"task": {"type": "image-classification"}, "dataset": {"name": found.data, "type": found.data}}
+    known = facts(finished.data)
+    entry = {"task": {"type": "image-classification"}, "dataset": {"name": finished.data, "type": finished.data}}
     content = {
         "license": "unknown",
         "library_name": "harp",
         "pipeline_tag": "image-classification",
-        "tags": ["pruning", _TAGS[found.recipe.units.kind], "adversarial-robustness", "pytorch"],
+        "tags": ["pruning", _TAGS[finished.recipe.units.kind], "adversarial-robustness", "pytorch"],
         "datasets": [known.hub] if known is not None and known.hub else [],
         "metrics": ["accuracy"],
-        "model-index": [{"name": found.recipe.name, "results": [{**entry, "metrics": metrics}]}],
+        "model-index": [{"name": finished.recipe.name, "results": [{**entry, "metrics": metrics}]}],
     }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
@@ -125,25 +125,25 @@ def _norm(attack: Mapping[str, Any]) -> str:
     return _NORMS.get(norm, norm)
 
 
-def _model_name(found: Finished) -> str:
+def _model_name(finished: Finished) -> str:
     """The name of the model without the folder of its file."""
-    file, colon, function = found.recipe.model.name.rpartition(":")
-    return f"{Path(file).name}:{function}" if colon and file.endswith(".py") else found.recipe.model.name
+    file, colon, function = finished.recipe.model.name.rpartition(":")
+    return f"{Path(file).name}:{function}" if colon and file.endswith(".py") else finished.recipe.model.name
 
 
-def _architecture(found: Finished) -> str:
-    name = _model_name(found)
-    options = ", ".join(f"{key} {value}" for key, value in found.recipe.model.options.items())
+def _architecture(finished: Finished) -> str:
+    name = _model_name(finished)
+    options = ", ".join(f"{key} {value}" for key, value in finished.recipe.model.options.items())
     described = f" – {MODELS[name].description}" if name in MODELS and not options else ""
     return f"`{name}`" + (f" with {markdown_text(options)}" if options else "") + described
 
 
-def _arguments(found: Finished) -> str:
+def _arguments(finished: Finished) -> str:
     """The arguments of `harp.build_model`."""
-    part = found.recipe.model
+    part = finished.recipe.model
     options = {"normalize": part.normalize, **part.options} if part.normalize is not None else part.options
-    shape = found.shape or "(CHANNELS, HEIGHT, WIDTH)"
-    texts = [f"{_model_name(found)!r}", f"num_classes={found.classes}", f"shape={shape}"]
+    shape = finished.shape or "(CHANNELS, HEIGHT, WIDTH)"
+    texts = [f"{_model_name(finished)!r}", f"num_classes={finished.classes}", f"shape={shape}"]
     return ", ".join([*texts, *(f"{key}={value!r}" for key, value in options.items())])
 
 
@@ -152,24 +152,24 @@ def _title(stage: Stage) -> str:
     return markdown_text(PRUNERS[name].title or name)
 
 
-def _method(found: Finished) -> dict[str, str] | None:
+def _method(finished: Finished) -> dict[str, str] | None:
     """Title, budget and paper of the method; None for a dense network."""
-    if found.pruning is None:
+    if finished.pruning is None:
         return None
-    title, method = _title(found.pruning), PRUNERS[found.pruning.pruner["name"]]
+    title, method = _title(finished.pruning), PRUNERS[finished.pruning.pruner["name"]]
     source = f"{title}, no paper."
     if method.paper is not None:
         link = f" ({method.paper.link})" if method.paper.link else ""
         ours = " Departures from the authors' code are listed in HARP's source." * method.__module__.startswith("harp.")
         source = f"{title} – {markdown_text(method.paper)}{link}.{ours}"
-    keep = found.pruning.pruner.get("keep")
-    budget = f"{keep:.4g} of the {found.unit}" if keep is not None else "none: the method chose it"
+    keep = finished.pruning.pruner.get("keep")
+    budget = f"{keep:.4g} of the {finished.unit}" if keep is not None else "none: the method chose it"
     return {"title": title, "budget": budget, "source": source}
 
 
-def _stage(found: Finished, stage: Stage) -> str:
+def _stage(finished: Finished, stage: Stage) -> str:
     """A stage of the training in words."""
-    channels = found.recipe.units.kind == "channels"
+    channels = finished.recipe.units.kind == "channels"
     options = dict(stage.pruner)
     pruner = options.pop("name")
     if pruner == "dense":
@@ -181,12 +181,12 @@ def _stage(found: Finished, stage: Stage) -> str:
         what = "pruning of channels" if channels else "pruning"
         task = f"{what} by {_title(stage)}" + (f" ({markdown_text(words)})" if words else "")
     rate = f"{stage.optimizer.name}, learning rate {stage.optimizer.lr:g}, {stage.optimizer.schedule['name']} schedule"
-    return f"**{markdown_text(stage.name)}**: {stage.epochs} epochs, {task}; {_objective(found, stage)}; {rate}"
+    return f"**{markdown_text(stage.name)}**: {stage.epochs} epochs, {task}; {_objective(finished, stage)}; {rate}"
 
 
-def _objective(found: Finished, stage: Stage) -> str:
+def _objective(finished: Finished, stage: Stage) -> str:
     """The objective of a stage, its paper, and the attack that it trains against."""
-    options = dict(found.recipe.stage_objective(stage))
+    options = dict(finished.recipe.stage_objective(stage))
     name = options.pop("name")
     kind = objectives.OBJECTIVES[name]
     title = kind.title or name
@@ -208,9 +208,9 @@ def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _rows(found: Finished, results: list[Mapping[str, Any]]) -> list[list[str]]:
+def _rows(finished: Finished, results: list[Mapping[str, Any]]) -> list[list[str]]:
     """The table of accuracies."""
-    dense = found.summary.get("dense") or []
+    dense = finished.summary.get("dense") or []
     before = {(r["name"], (r.get("attack") or {}).get("epsilon")): f"{r['value']:.1%}" for r in dense}
     rows = []
     for result in results:
@@ -223,9 +223,9 @@ def _rows(found: Finished, results: list[Mapping[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def _worst_class(found: Finished, result: Mapping[str, Any]) -> list[tuple[str, str, float]]:
+def _worst_class(finished: Finished, result: Mapping[str, Any]) -> list[tuple[str, str, float]]:
     """Test, name and accuracy of the worst class; empty unless there are several."""
-    counts = zip(result["correct"], result["totals"], found.class_names, strict=True)
+    counts = zip(result["correct"], result["totals"], finished.class_names, strict=True)
     shares = [(right / n, name) for right, n, name in counts if n]
     if len(shares) < 2:
         return []
@@ -239,15 +239,15 @@ def _distances(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "attack": record.get("attack", "a minimum-norm attack"),
         "norm": _NORMS.get(record["norm"], record["norm"]),
-        "median": "not found" if math.isinf(median) else f"{median:.4g}",
+        "median": "not finished" if math.isinf(median) else f"{median:.4g}",
         "images": len(values),
         "never": sum(map(math.isinf, values)),
     }
 
 
-def _spent(found: Finished) -> dict[str, Any]:
+def _spent(finished: Finished) -> dict[str, Any]:
     """Time, energy and CO2 of all stages."""
-    stages = [stage.facts or {} for stage in found.stages]
+    stages = [stage.facts or {} for stage in finished.stages]
     energy = [stage.get("energy") or {} for stage in stages]
     return {
         "seconds": sum(float(stage.get("seconds") or 0) for stage in stages),

@@ -308,9 +308,10 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
     if chart.limits is not None:
         axes.set_xlim(chart.limits)
     if chart.budgets:
-        gap = _gap(chart.budgets)
+        room = _gap(chart.budgets) ** 0.5
+        shares = [*chart.budgets, *(share for series in chart.series for share in series.x)]
         axes.set_xticks(chart.budgets, [f"{budget:.10g}" for budget in chart.budgets])
-        axes.set_xlim(max(chart.budgets) * gap**0.5, min(chart.budgets) / gap**0.5)
+        axes.set_xlim(max(shares) * room, min(shares) / room)
     elif chart.log:
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 30 else (1.0, 2.0, 5.0), numticks=7))
@@ -412,15 +413,18 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "harp"}):
         _write(figure, file, "svg", metadata={"Date": None})
-    text = _CONTROL.sub("", file.getvalue()[file.getvalue().index("<svg") :])
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<clipPath.*?</clipPath>", "", text, flags=re.DOTALL)
-    root = ElementTree.fromstring(re.sub(r' xmlns(:\w+)?="[^"]*"|(?<=[ <])xlink:| clip-path="[^"]*"', "", text))
+    root = ElementTree.fromstring(_CONTROL.sub("", file.getvalue()))
     for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        kept = [(key, text) for key, text in element.items() if key != "clip-path" and "rotate(-0" not in text]
+        element.attrib = {key.rpartition("}")[2]: text for key, text in kept}
+        for child in [child for child in element if child.tag.endswith(("metadata", "style", "clipPath"))]:
+            element.remove(child)
         name = element.attrib.pop("id", "") if element.tag == "g" else ""
         if name.startswith("mark-"):
             element.set("class", "mark")
             _add_tooltips(element, tips[int(name.removeprefix("mark-"))])
-        for key in {"d", "x", "y", "transform"} & element.attrib.keys():
+        for key in {"d", "x", "y"} & element.attrib.keys():
             element.set(key, re.sub(r"(\.\d)\d+", r"\1", element.attrib[key]))
         if "style" in element.attrib:
             style = re.sub(r"font-family:[^;]*; ?", "", element.attrib["style"])
@@ -432,7 +436,7 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
 
 def _add_tooltips(group: ElementTree.Element, texts: Sequence[str]) -> None:
     """Give every mark of a group its text; a group without single marks gets the first one."""
-    marks = list(group.iter("use"))
+    marks = [element for element in group.iter() if element.tag.endswith("use")]
     for element, text in zip(marks if len(marks) == len(texts) else [group], texts, strict=False):
         note = ElementTree.Element("title")
         note.text = text

@@ -1,4 +1,4 @@
-"""The end of a run in words: one line before and after, a table of the layers."""
+"""The results of a run in words: one line before and after, and tables of layers and accuracies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def layer_columns(kind: str = "weights") -> tuple[str, ...]:
 
 
 def layer_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row a layer, with a bar, and the total."""
+    """One row per layer, with a bar, and the total."""
     rows = [
         [name, f"{size:,}", f"{kept:,}", f"{kept / size:.3%}", bar(kept / size)]
         for name, size, kept in ((layer["name"], layer["size"], layer["kept"]) for layer in layers)
@@ -27,7 +27,7 @@ RESULT_COLUMNS = ("test", "before", "after", "95 % interval", "n", "epsilon")
 
 
 def result_rows(dense: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row a measured number, before and after pruning."""
+    """One row per accuracy, before and after pruning."""
     before = {result["name"]: f"{result['value']:.1%}" for result in dense}
     return [
         [
@@ -42,33 +42,33 @@ def result_rows(dense: Sequence[Mapping[str, Any]], results: Sequence[Mapping[st
     ]
 
 
-def spending(told: Mapping[str, Any]) -> list[str]:
-    """What is kept: of the budget first, then of the units; of a network without its channels also what it costs."""
-    found, layers, cost = budget_of(told), told["layers"], told.get("cost") or {}
-    kind, unit, size, kept = (found[key] for key in ("kind", "unit", "size", "kept"))
+def spending(summary: Mapping[str, Any]) -> list[str]:
+    """What is kept: of the budget, of the units, and of a network without pruned channels also of its cost."""
+    budget, layers, cost = budget_of(summary), summary["layers"], summary.get("cost") or {}
+    kind, unit, size, kept = (budget[key] for key in ("kind", "unit", "size", "kept"))
     parts = [f"{unit} {size:,} → {kept:,} ({kept / size:.3%})"]
     if unit != kind:
-        parts.append(f"{kind} {sum(each['size'] for each in layers):,} → {sum(each['kept'] for each in layers):,}")
+        parts.append(f"{kind} {sum(layer['size'] for layer in layers):,} → {sum(layer['kept'] for layer in layers):,}")
     for key, words in (("macs", "MACs"), ("parameters", "parameters")) if kind == "channels" else ():
         if words != unit and None not in (cost.get(key), cost.get(f"{key}_kept")):
             parts.append(f"{words} {cost[key]:,} → {cost[f'{key}_kept']:,}")
     return parts
 
 
-def headline(told: Mapping[str, Any]) -> str:
-    """What a run's summary comes to in one line: what is kept, and the accuracies before and after."""
-    before = {result["name"]: result["value"] for result in told["dense"]}
-    parts = spending(told)
-    for result in told["results"]:
+def headline(summary: Mapping[str, Any]) -> str:
+    """The summary of a run in one line: what is kept, and the accuracies before and after."""
+    before = {result["name"]: result["value"] for result in summary["dense"]}
+    parts = spending(summary)
+    for result in summary["results"]:
         old = f"{before[result['name']]:.1%} → " if result["name"] in before else ""
         parts.append(f"{result['name']} {old}{result['value']:.1%}")
     return ", ".join(parts)
 
 
-def remarks(found: Mapping[str, Any]) -> list[str]:
-    """What an evaluation has to say beside its numbers, a line each."""
+def remarks(evaluation: Mapping[str, Any]) -> list[str]:
+    """The remarks of an evaluation beside its numbers, one line each."""
     lines = []
-    attacked = [result for result in found["results"] if result["attack"]]
+    attacked = [result for result in evaluation["results"] if result["attack"]]
     if attacked:
         lowest = min(attacked, key=lambda result: result["value"])
         shares = [c / t for c, t in zip(lowest["correct"], lowest["totals"], strict=True) if t]
@@ -83,15 +83,15 @@ def remarks(found: Mapping[str, Any]) -> list[str]:
         for part in result.get("parts", ()) if len(result.get("parts", ())) > 1 else ():
             words = f" ({part['words']})" if part["words"] else ""
             lines.append(f"{result['name']}: {part['attack']}{words} fooled {part['fooled']} of {part['tried']}")
-    if "curve" in found:
-        points = ", ".join(f"{point['epsilon']:.3g}: {point['value']:.1%}" for point in found["curve"]["points"])
+    if "curve" in evaluation:
+        points = ", ".join(f"{point['epsilon']:.3g}: {point['value']:.1%}" for point in evaluation["curve"]["points"])
         lines.append(f"accuracy over epsilon  {points}")
-    if "distances" in found:
-        lines.append(f"median distance to an adversarial image: {found['distances']['median']:.4g}")
-    if "corruptions" in found:
-        lines.append(f"mean accuracy over corruptions: {found['corruptions']['mean']:.1%}")
-    if "flips" in found:
-        flips = found["flips"]
+    if "distances" in evaluation:
+        lines.append(f"median distance to an adversarial image: {evaluation['distances']['median']:.4g}")
+    if "corruptions" in evaluation:
+        lines.append(f"mean accuracy over corruptions: {evaluation['corruptions']['mean']:.1%}")
+    if "flips" in evaluation:
+        flips = evaluation["flips"]
         lines.append(
             f"pruning changed {flips['changed']} of {flips['n']} predictions: {flips['lost']} lost, {flips['won']} won"
         )

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "templates"
 @cache
 def environment() -> Environment:
     """All templates; values are escaped in those whose name ends with .html."""
-    made = Environment(
+    templates = Environment(
         loader=FileSystemLoader(FOLDER, encoding="utf-8"),
         autoescape=lambda name: name is not None and name.endswith(".html"),
         undefined=StrictUndefined,
@@ -23,8 +23,8 @@ def environment() -> Environment:
         keep_trailing_newline=True,
         finalize=_keep_together,
     )
-    made.filters |= {"count": "{:,}".format, "md": markdown_text, "percent": _percent}
-    return made
+    templates.filters |= {"count": "{:,}".format, "md": markdown_text, "percent": _percent}
+    return templates
 
 
 @pass_eval_context

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from harp.evaluation import score
 from harp.evaluation.score import Score
-from harp.experiments.records import Accuracy, Curve, Distances
+from harp.experiments.records import Accuracy, Curve, CurvePoint, Distances
 from harp.reports.html.blocks import Block, Figure, Fold, Section, Table, figure, folded, section
-from harp.reports.html.groups import NATURAL, Estimate, Points, Runs, Values, Variant, estimate, spread
+from harp.reports.html.groups import NATURAL, Estimate, Points, Runs, Values, Variant, estimate
 from harp.reports.html.groups import Key as Attack
 from harp.reports.plots import Chart, Level, Series
 from harp.system.progress import duration
@@ -207,17 +207,13 @@ def _curve_figure(runs: Runs, attack: str, norm: str) -> Figure:
 
 
 def _curve(variant: Variant, attack: str, norm: str) -> dict[float, Estimate]:
-    """The accuracy at each epsilon; without an interval its ends are NaN."""
+    """The accuracy at each epsilon."""
     curves = [curve for run in variant.runs for curve in run.of(Curve) if (curve.attack, curve.norm) == (attack, norm)]
-    points = [point for curve in curves for point in curve.points]
-    results = {}
-    for epsilon in sorted({point.epsilon for point in points}):
-        seeds = [point for point in points if point.epsilon == epsilon]
-        values = [point.value for point in seeds]
-        low, high = (math.nan if end is None else end for end in (seeds[0].low, seeds[0].high))
-        low, high = (low, high) if len(seeds) == 1 else spread(values)
-        results[epsilon] = Estimate(sum(values) / len(values), low, high, len(values), seeds[0].n or 0)
-    return results
+    by_epsilon: dict[float, list[CurvePoint]] = {}
+    for point in (point for curve in curves for point in curve.points):
+        by_epsilon.setdefault(point.epsilon, []).append(point)
+    estimates = {epsilon: estimate(points) for epsilon, points in sorted(by_epsilon.items())}
+    return {epsilon: result for epsilon, result in estimates.items() if result is not None}
 
 
 def _distance_figure(runs: Runs, attack: str, norm: str) -> Figure:

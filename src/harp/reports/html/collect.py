@@ -33,7 +33,7 @@ class Run:
     recipe: dict[str, Any]
     summary: Summary
     stages: dict[str, StageFile | None]  # by the names of their folders, which are the same for stages that runs share
-    found: list[Record]  # by the evaluation
+    records: list[Record]  # of the evaluation
     unknown: list[str]  # files of the evaluation that this version can't show
     seed: int
     data: str  # the name of the data set
@@ -44,7 +44,7 @@ class Run:
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """The records of a kind; if the same was measured several times, that on most images, or the last."""
-        records = [record for record in self.found if isinstance(record, kind)]
+        records = [record for record in self.records if isinstance(record, kind)]
         keys = ("name", "attack", "norm", "epsilon")
         return _on_most_images(records, lambda record: tuple(str(getattr(record, key, "")) for key in keys))
 
@@ -57,7 +57,7 @@ class Run:
     def deployed(self) -> list[Deployed]:
         """What was found of each file, by name; of a file that was replaced, only what was found of the last one."""
         by_file: dict[str, list[Deployed]] = {}
-        for record in self.found:
+        for record in self.records:
             if isinstance(record, Deployed):
                 by_file.setdefault(record.artefact.file, []).append(record)
         merged = []
@@ -98,12 +98,12 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 def _read_run(folder: Path) -> Run:
     run = run_folder.read(folder, weights=False)
-    found, unknown = [], []
+    records, unknown = [], []
     later = {**run.evaluation, **run.deployed}
     for path in sorted(later, key=lambda file: (file.stat().st_mtime_ns, file.name)):
         kind = later[path].get("kind")
         if kind in KINDS:
-            found.append(KINDS[kind].model_validate(without_paths(later[path])))
+            records.append(KINDS[kind].model_validate(without_paths(later[path])))
         elif kind not in _IGNORED:
             unknown.append(path.name)
     stages = {
@@ -118,7 +118,7 @@ def _read_run(folder: Path) -> Run:
         recipe,
         summary,
         stages,
-        found,
+        records,
         unknown,
         seed=seed if isinstance(seed, int) else 0,
         data=str(data.get("name", "") if isinstance(data, dict) else data or ""),

@@ -29,8 +29,8 @@ _BYTES = 600_000  # of all images together
 _HOW = {
     "images": "the images as they are",
     "replayed": "found on the twin, replayed",
-    "queries": "asked of the file itself",
-    "union": "nothing of that fools it",
+    "queries": "queries to the file itself",
+    "union": "none of these fools it",
 }
 
 
@@ -124,10 +124,9 @@ def _attacked(runs: Runs, run: Run, record: Examples, one: Example) -> Attacked:
     what = f"{run.folder.name}: example {one.index}"
     image, attacked = (pixels(text, record.shape, what) for text in (one.image, one.attacked))
     change = attacked.astype(int) - image
-    most = int(abs(change).max())
-    gain = 127 // most if most else 1
+    gain = max(1, 127 // max(1, int(abs(change).max())))
     label, before, after = (runs.class_name(run, number) for number in (one.label, one.before, one.after))
-    images = (image, (128 + gain * change).astype(np.uint8), attacked)
+    images = (image, (128 + gain * change).clip(0, 255).astype(np.uint8), attacked)
     return Attacked(images, label, before, after, f"× {gain}", one.index)
 
 
@@ -143,22 +142,24 @@ def checks(runs: Runs) -> Section | None:
 
 def deployment(runs: Runs) -> Section | None:
     """Accuracy in torch and as deployed, side by side."""
-    found = [
+    records = [
         (variant.label if len(runs.all) == 1 else f"{variant.label}, seed {run.seed}", record)
         for variant in runs.variants
         for run in variant.runs
         for record in run.deployed
     ]
-    if not found:
+    if not records:
         return None
-    rows = [[label, record.artefact.file, *_cells(test)] for label, record in found for test in record.tests]
+    rows = [[label, record.artefact.file, *_cells(test)] for label, record in records for test in record.tests]
     columns = ["network", "file", "test", "in torch", "as deployed", "95 % interval", "change", "images", "how"]
     note = (
         "Worst case: an image counts if neither what was found on the twin nor queries to the file fool it; in torch, "
         "without the queries. Change: as deployed against torch, in percentage points."
     )
-    tables = [Table(columns, rows, "In torch and as deployed", note), _files(found)]
-    verdicts = [Verdicts(f"{label}: {record.artefact.file}", record.checks) for label, record in found if record.checks]
+    tables = [Table(columns, rows, "In torch and as deployed", note), _files(records)]
+    verdicts = [
+        Verdicts(f"{label}: {record.artefact.file}", record.checks) for label, record in records if record.checks
+    ]
     return section("deployed", [*tables, *folded(verdicts, "files")])
 
 
@@ -176,9 +177,9 @@ def _cells(test: Trial) -> list[str]:
     ]
 
 
-def _files(found: list[tuple[str, Deployed]]) -> Table:
+def _files(records: list[tuple[str, Deployed]]) -> Table:
     rows = []
-    for label, record in found:
+    for label, record in records:
         file = record.artefact
         agreed = [
             f"{one.agree:,} of {one.n:,} with {one.other} (logits off by {one.difference:.2g})"

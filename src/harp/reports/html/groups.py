@@ -1,13 +1,12 @@
 """Grouping of runs: which differ only in the seed, which are one method at several budgets, and which to show first."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from harp.evaluation.confidence import interval
-from harp.experiments.records import Accuracy
+from harp.experiments.records import Accuracy, CurvePoint
 from harp.reports.html.collect import Kind, Run
 from harp.reports.plots import Chart, Series
 
@@ -34,22 +33,19 @@ class Estimate:
         return f"{100 * self.value:.1f} ± {50 * (self.high - self.low):.1f}"
 
 
-def estimate(results: Sequence[Accuracy]) -> Estimate | None:
-    """The estimate of some runs' accuracies of one kind."""
+def estimate(results: Sequence[Accuracy | CurvePoint]) -> Estimate | None:
+    """The estimate of some runs' accuracies of one kind; the ends of an unknown interval are NaN.
+
+    The interval of several seeds is that of their mean, within [0, 1].
+    """
     if not results:
         return None
-    first = results[0]
-    if len(results) == 1:
-        return Estimate(first.value, first.low, first.high, 1, first.n)
-    low, high = spread([result.value for result in results])
-    value = sum(result.value for result in results) / len(results)
-    return Estimate(value, low, high, len(results), min(result.n for result in results))
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of several seeds' shares, within [0, 1]."""
-    mean, half = interval(values)
-    return max(0.0, mean - half), min(1.0, mean + half)
+    values = [result.value for result in results]
+    low, high = (math.nan if end is None else end for end in (results[0].low, results[0].high))
+    if len(results) > 1:
+        mean, half = interval(values)
+        low, high = max(0.0, mean - half), min(1.0, mean + half)
+    return Estimate(sum(values) / len(values), low, high, len(values), min(result.n or 0 for result in results))
 
 
 def share_text(share: float) -> str:
@@ -183,7 +179,9 @@ def arrange(runs: Sequence[Run]) -> Runs:
     styles = {label: number for number, label in enumerate(dict.fromkeys([*methods, *labels]))}
     groups: dict[tuple[str, str, int, str, str], list[Run]] = {}
     for run, label in zip(runs, labels, strict=True):
-        groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), _content(run.recipe)), []).append(run)
+        groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), repr(_options(run.recipe))), []).append(
+            run
+        )
     variants = [_variant(label, styles[label], group) for (label, *_), group in groups.items()]
     units = list(dict.fromkeys(run.unit for run in runs))
     variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.style))
@@ -221,8 +219,7 @@ def _compared_by(runs: Sequence[Run], attacks: Sequence[Key]) -> Key | None:
 
 def _labels(runs: Sequence[Run]) -> list[str]:
     """A name for each run's method: pruner and strategy, and the options that differ if that is ambiguous."""
-    labels = [_method(run.recipe) for run in runs]
-    contents = [_content(run.recipe) for run in runs]
+    labels, options = [_method(run.recipe) for run in runs], [_options(run.recipe) for run in runs]
     # The unit of a pruned network is in its label anyway; a dense one has none.
     groups: dict[tuple[str, str], list[int]] = {}
     for index, run in enumerate(runs):
@@ -230,14 +227,13 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     for (label, _), members in groups.items():
         recipes: dict[tuple[int, str], set[str]] = {}  # at each budget
         for index in members:
-            recipes.setdefault((runs[index].size, share_text(_asked(runs[index]))), set()).add(contents[index])
+            recipes.setdefault((runs[index].size, share_text(_asked(runs[index]))), set()).add(repr(options[index]))
         if all(len(same) == 1 for same in recipes.values()) and len({size for size, _ in recipes}) == 1:
             continue
-        options = {index: dict(_flat(json.loads(contents[index]))) for index in members}
-        keys = dict.fromkeys(key for values in options.values() for key in values)
-        differ = [key for key in keys if len({repr(values.get(key)) for values in options.values()}) > 1][:_OPTIONS]
-        for index, values in options.items():
-            words = [f"{key.rsplit('.', 1)[-1]}={values[key]}" for key in differ if key in values]
+        keys = dict.fromkeys(key for index in members for key in options[index])
+        differ = [key for key in keys if len({repr(options[index].get(key)) for index in members}) > 1][:_OPTIONS]
+        for index in members:
+            words = [f"{key.rsplit('.', 1)[-1]}={options[index][key]}" for key in differ if key in options[index]]
             labels[index] = f"{label}:{','.join(words)}" if words else label
     return labels
 
@@ -262,21 +258,16 @@ def _method(recipe: dict[str, Any]) -> str:
     return f"{pruner.get('name', 'unnamed')}{extra}"
 
 
-def _content(recipe: dict[str, Any]) -> str:
-    """What a recipe does, apart from its names, its seed, its budget and how it is tested."""
+def _options(recipe: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe does, apart from its names, its seed, its budget and how it is tested, sorted by key."""
     rest = {key: value for key, value in recipe.items() if key not in ("name", "description", "seed", "evaluate")}
-    return json.dumps(_without_keep(rest), sort_keys=True, default=str)
-
-
-def _without_keep(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_keep(item) for key, item in value.items() if key != "keep"}
-    return [_without_keep(item) for item in value] if isinstance(value, list) else value
+    return dict(sorted(_flat(rest), key=lambda pair: pair[0]))
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
     if isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flat(item, f"{path}.{key}")
+            if key != "keep":
+                yield from _flat(item, f"{path}.{key}")
     else:
         yield path, value

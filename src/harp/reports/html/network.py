@@ -1,7 +1,7 @@
 """The report's chapters on the network: where the budget went, what the weights look like, training and cost."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,20 +86,22 @@ def _layer_figure(
     )
 
 
+def _means(seeds: Iterable[Iterable[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*seeds, strict=True)]
+
+
 def _rates(variant: Variant) -> list[float]:
     """The percentage that each layer keeps, as the mean of the seeds."""
-    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
-    return [sum(100 * layer.kept / layer.size for layer in column) / len(column) for column in columns]
+    return _means((100 * layer.kept / layer.size for layer in run.summary.layers) for run in variant.runs)
 
 
 def _numbers(variant: Variant) -> list[float]:
-    columns = zip(*(run.summary.layers for run in variant.runs), strict=True)
-    return [sum(layer.kept for layer in column) / len(column) for column in columns]
+    return _means((layer.kept for layer in run.summary.layers) for run in variant.runs)
 
 
 def _macs(variant: Variant) -> list[float]:
-    costs = [run.summary.cost.layers for run in variant.runs if run.summary.cost]
-    return [sum(layer.macs_kept for layer in column) / len(column) for column in zip(*costs, strict=True)]
+    costs = [run.summary.cost for run in variant.runs if run.summary.cost]
+    return _means((layer.macs_kept for layer in cost.layers) for cost in costs)
 
 
 def _multiplications(runs: Runs) -> list[Figure]:
@@ -222,7 +224,7 @@ def histograms(run: Run) -> list[Histogram]:
     kept = masks.load(mask_path) if mask_path.is_file() else {}
     costs = run.summary.cost.layers if run.summary.cost else []  # of channels, all layers that have weights
     names = [layer.name for layer in (costs if run.kind == "channels" and costs else run.summary.layers)]
-    found = []
+    distributions = []
     for name in (name for name in names if name in weights):
         weight, mask = weights[name].detach().float(), kept.get(name)
         values = weight[mask if mask is not None and mask.shape == weight.shape else weight != 0]
@@ -230,8 +232,8 @@ def histograms(run: Run) -> list[Histogram]:
         end = float(values.abs().max()) or 1.0 if len(values) else 1.0
         counts = values.histc(_BINS if len(values) >= _MANY else _FEW_BINS, -end, end).int().tolist()
         spread = float(values.std()) if len(values) > 1 else 0.0
-        found.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
-    return found
+        distributions.append(Histogram(name, len(values), -end, end, counts, spread if math.isfinite(spread) else 0.0))
+    return distributions
 
 
 def weights(runs: Runs, measured: Mapping[str, Sequence[Histogram]]) -> Section | None:

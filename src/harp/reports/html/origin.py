@@ -18,7 +18,7 @@ def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
     """What a reader has to know before believing the numbers, the gravest first."""
     variants = runs.variants
     lines = [*_failed_checks(runs), *_unmet_budgets(runs), *_differences(runs), *_images(runs)]
-    bare = [variant.label for variant in variants if not any(run.found or run.unknown for run in variant.runs)]
+    bare = [variant.label for variant in variants if not any(run.records or run.unknown for run in variant.runs)]
     if bare:
         lines.append(f"No evaluation beyond the run's own tests was found for {_some(bare, runs)}.")
     if runs.robust is None:
@@ -127,7 +127,7 @@ def _images(runs: Runs) -> list[str]:
         widest = max(result.high - result.low for result in results if result.n == least) / 2
         lines.append(f"Few test images ({least:,}): an accuracy is known to ± {per_cent(widest)} only.")
     kinds = (Curve, Distances, Corruptions)
-    others = [record.n for run in runs.all for record in run.found if isinstance(record, kinds) and record.n]
+    others = [record.n for run in runs.all for record in run.records if isinstance(record, kinds) and record.n]
     if others and min(others) < min(least, _FEW):
         lines.append(f"Curves, distances or corruptions were measured on few images ({min(others):,} and more).")
     tested, trained = _counts(runs, "evaluate", "examples"), _counts(runs, "data", "train")

@@ -97,7 +97,7 @@ def _score(result: Estimate | None) -> dict[str, Any] | None:
 
 def _run(run: Run) -> dict[str, Any]:
     evaluation = []
-    for record in run.found:
+    for record in run.records:
         # Without images, and without the list of images that were right: the files of the evaluation have them.
         images = {"items": {"__all__": {"image", "attacked"}}} if isinstance(record, Examples) else {}
         evaluation.append(record.model_dump(exclude={"images": True, **images}))

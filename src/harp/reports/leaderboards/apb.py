@@ -105,17 +105,17 @@ def prepare(
                 files.write_json(pickled.with_suffix(".json"), distances)
             digests = {"sha256": _sha256(checkpoint), "distances_sha256": _sha256(pickled) if distances else None}
             entries[key] = {**model, **digests}
-        found = list(entries.values())
+        listed = list(entries.values())
         files.write_json(draft / "taxonomy.json", entry)
-        files.write_json(draft / "submission.json", {"benchmark": "apb", "ap_key": ap_key, "models": found})
+        files.write_json(draft / "submission.json", {"benchmark": "apb", "ap_key": ap_key, "models": listed})
         declared = {key: tuple(map(tuple, e["normalisation"])) for key, e in entries.items() if e["normalisation"]}
         if declared:
             files.write_text(draft / "normalised.py", templating.render("normalised.py.jinja", declared=declared))
         values = {"entry": entry, "json": json.dumps(entry, indent=2, ensure_ascii=False), "epsilon": EPSILON}
-        issue = templating.render("apb_issue.md", **values, models=found, results=_results)
+        issue = templating.render("apb_issue.md", **values, models=listed, results=_results)
         files.write_text(draft / "ISSUE.md", issue)
         problems = validate(draft)
-        checklist = templating.render("apb_checklist.md", models=found, problems=problems)
+        checklist = templating.render("apb_checklist.md", models=listed, problems=problems)
         files.write_text(draft / "CHECKLIST.md", checklist)
     return Submission(folder, tuple(problems))
 
@@ -309,10 +309,10 @@ def _wrong_groups(models: Sequence[Mapping[str, Any]]) -> list[str]:
     for model in models:
         group = (model["architecture"], model["dataset"], model["structure"])
         groups.setdefault(group, set()).add(model["sparsity"])
-    complete = [group for group, found in groups.items() if found >= set(SPARSITIES[group[2]])]
+    complete = [group for group, levels in groups.items() if levels >= set(SPARSITIES[group[2]])]
     problems = []
-    for group, found in groups.items():
-        missing = [f"{level} %" for level in SPARSITIES[group[2]] if level not in found]
+    for group, levels in groups.items():
+        missing = [f"{level} %" for level in SPARSITIES[group[2]] if level not in levels]
         if missing:
             grade = WARNING if complete else ERROR
             problems.append(f"{grade}{' '.join(group)}: no run at {', '.join(missing)}; three sparsities are one entry")

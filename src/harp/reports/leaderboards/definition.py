@@ -49,7 +49,8 @@ def define(part: Model, title: str, name: str, classes: int, shape: Shape, optio
             f"{part.name}: RobustBench wants the definition as code of its own: put a function that builds the model "
             "without the library into a file, and train with model: file.py:function"
         )
-    head = "\n".join(sorted({*imports, "import torch", "from torch import Tensor", "from torch import nn"}))
+    lines = {*imports, "import torch", "from torch import Tensor", "from torch import nn"}
+    head = "\n".join(sorted(lines, key=lambda line: (line.split()[1], line.startswith("from"), line)))
     title = title.replace("\\", "").replace('"', "'")  # it becomes part of a docstring
     values = {"title": title, "imports": head, "body": body, "name": name, "call": call, "normalize": part.normalize}
     return Definition(templating.render("definition.py.jinja", **values), text)

@@ -105,49 +105,51 @@ def prepare(
     check_free(folder)
     if not _NAME.fullmatch(name):
         raise RecipeError(f"name {name!r}: write NameYearFirstword, like Zhao2023Holistic or Zhao2023Holistic_R18")
-    found = run_folder.read(run)
-    title = title or paper_of(found, "title").title
-    authors = authors or ", ".join(paper_of(found, "authors").authors)
-    venue = venue or "{0.venue} {0.year}".format(paper_of(found, "venue"))
-    link = link or paper_of(found, "link").link
+    finished = run_folder.read(run)
+    title = title or paper_of(finished, "title").title
+    authors = authors or ", ".join(paper_of(finished, "authors").authors)
+    venue = venue or "{0.venue} {0.year}".format(paper_of(finished, "venue"))
+    link = link or paper_of(finished, "link").link
     if not re.fullmatch(r"https?://\S+", link):
         raise RecipeError(f"link {link!r}: give the paper's, like https://arxiv.org/abs/2111.00000")
-    known = facts(found.recipe.data.name)
-    if found.recipe.data.name not in DATA or known is None:
-        raise DataError(f"{run}: trained on {found.data}, RobustBench has {', '.join(DATA)} for networks of this kind")
-    part, module = found.recipe.model, _module(name)
+    known = facts(finished.recipe.data.name)
+    if finished.recipe.data.name not in DATA or known is None:
+        raise DataError(
+            f"{run}: trained on {finished.data}, RobustBench has {', '.join(DATA)} for networks of this kind"
+        )
+    part, module = finished.recipe.model, _module(name)
     architecture = ", ".join(
         [ARCHITECTURES.get(part.name, part.name.rpartition(":")[2]), *(f"{k} {v}" for k, v in part.options.items())]
     )
     definition = define(part, f"{name}: {architecture}, pruned.", module, known.classes, known.shape, part.options)
-    state = found.state() if part.normalize is not None else {f"net.{key}": v for key, v in found.state().items()}
-    images, logits = _probe(found, known.classes, known.shape)
-    clean, clean_n = _accuracy(found, "natural", None)
-    robust, robust_n = _accuracy(found, "autoattack", EPSILON)
+    state = finished.state() if part.normalize is not None else {f"net.{key}": v for key, v in finished.state().items()}
+    images, logits = _probe(finished, known.classes, known.shape)
+    clean, clean_n = _accuracy(finished, "natural", None)
+    robust, robust_n = _accuracy(finished, "autoattack", EPSILON)
     info = {
         "link": link,
         "name": title,
         "authors": authors,
         "additional_data": additional_data,
         "number_forward_passes": 1,
-        "dataset": found.data,
+        "dataset": finished.data,
         "venue": venue,
         "architecture": architecture,
         "eps": "8/255",
         "clean_acc": clean,
         "reported": robust,
         "autoattack_acc": robust,
-        "footnote": " ".join(text for text in (footnote, _pruned(found)) if text) or None,
+        "footnote": " ".join(text for text in (footnote, _pruned(finished)) if text) or None,
         "unreliable": False,
     }
-    measured = {"model": name, "clean_n": clean_n, "autoattack_n": robust_n, "other_threats": _other_threats(found)}
+    measured = {"model": name, "clean_n": clean_n, "autoattack_n": robust_n, "other_threats": _other_threats(finished)}
     with fresh(folder) as draft:
         save_state(draft / f"{module}.pt", {"state_dict": state})
         files.write_text(draft / f"{module}.py", definition.text)
         if definition.source is not None:
             files.write_text(draft / f"{source_name(module)}.py", definition.source)
         save_tensors(draft / "probe.safetensors", {"images": images, "logits": logits})
-        files.write_json(draft / "model_info" / found.data / "Linf" / f"{name}.json", info)
+        files.write_json(draft / "model_info" / finished.data / "Linf" / f"{name}.json", info)
         files.write_json(draft / "submission.json", {"benchmark": "robustbench", **measured})
         values = {"name": name, "module": module, "info": info, "images": robust_n, "ours": definition.source is None}
         files.write_text(draft / "ISSUE.md", templating.render("robustbench_issue.md", **values))
@@ -190,36 +192,37 @@ def _module(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _pruned(found: Finished) -> str:
-    if found.pruning is None:
+def _pruned(finished: Finished) -> str:
+    if finished.pruning is None:
         return ""
-    text = f"Compressed model: {found.kept:,} of {found.size:,} {found.unit} kept ({found.kept / found.size:.3%})"
-    if found.recipe.units.kind != "channels":
+    kept, size = finished.kept, finished.size
+    text = f"Compressed model: {kept:,} of {size:,} {finished.unit} kept ({kept / size:.3%})"
+    if finished.recipe.units.kind != "channels":
         return f"{text}."
-    kept, size = (sum(int(layer[key]) for layer in found.summary["layers"]) for key in ("kept", "size"))
+    kept, size = (sum(int(layer[key]) for layer in finished.summary["layers"]) for key in ("kept", "size"))
     return f"{text}, {kept:,} of {size:,} channels; those that were cut out are zero in the checkpoint."
 
 
-def _accuracy(found: Finished, name: str, epsilon: float | None) -> tuple[str | None, int | None]:
+def _accuracy(finished: Finished, name: str, epsilon: float | None) -> tuple[str | None, int | None]:
     """An accuracy in per cent, and the number of images."""
-    result = run_folder.named(found, name, epsilon)
+    result = run_folder.named(finished, name, epsilon)
     if result is None:
         return None, None
     right, n = run_folder.plain_correct(result)
     return f"{100 * right / n:.2f}", n
 
 
-def _other_threats(found: Finished) -> list[str]:
+def _other_threats(finished: Finished) -> list[str]:
     """Other threat models that AutoAttack was run for: their numbers don't count on the leaderboard."""
-    attacks = [r["attack"] for r in found.results if r["name"] == "autoattack" and r.get("attack")]
+    attacks = [r["attack"] for r in finished.results if r["name"] == "autoattack" and r.get("attack")]
     threats = [(str(attack.get("norm", "linf")), float(attack["epsilon"])) for attack in attacks if "epsilon" in attack]
     return sorted({f"{n} {e:.5g}" for n, e in threats if n != "linf" or abs(e - EPSILON) > 1e-6})
 
 
-def _probe(found: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+def _probe(finished: Finished, classes: int, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
     """A few images, and the logits of the run's own network."""
     with torch.random.fork_rng(devices=[]):
-        network = found.network(shape, classes)
+        network = finished.network(shape, classes)
     masks.apply(network.model, network.masks)
     images = torch.rand(4, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -272,10 +275,10 @@ def _wrong_definition(folder: Path, module: str) -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"{ERROR}{module}.py can't be run: {files.reason(error)}"]
-    found = re.search(r"^difference (\S+)$", done.stdout, re.MULTILINE)
-    if done.returncode or found is None:
+    match = re.search(r"^difference (\S+)$", done.stdout, re.MULTILINE)
+    if done.returncode or match is None:
         last = (done.stderr.strip().splitlines() or ["no answer"])[-1][:200]
         return [f"{ERROR}{module}.py does not give the model without HARP: {last}"]
-    if not float(found[1]) <= _TOLERANCE:
-        return [f"{ERROR}{module}.py gives other logits than the run's network (off by {float(found[1]):.1e})"]
+    if not float(match[1]) <= _TOLERANCE:
+        return [f"{ERROR}{module}.py gives other logits than the run's network (off by {float(match[1]):.1e})"]
     return []

@@ -35,11 +35,6 @@ class Submission:
         """What weakens it."""
         return [line.removeprefix(WARNING) for line in self.problems if line.startswith(WARNING)]
 
-    @property
-    def ready(self) -> bool:
-        """Whether nothing keeps it from being submitted."""
-        return not self.errors
-
 
 def paper_of(run: Finished, wanted: str) -> Paper:
     """The paper of the run's method, for something that the caller did not give."""
@@ -51,9 +46,9 @@ def paper_of(run: Finished, wanted: str) -> Paper:
 
 
 def check_free(out: Path) -> None:
-    """Refuse a folder that has something in it: nothing is ever overwritten."""
+    """Refuse a folder that has content: nothing is ever overwritten."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RecipeError(f"{out} is there already: give a folder that is not there yet, or empty it first")
+        raise RecipeError(f"{out} exists already: give a new folder, or empty it first")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Where a run stands in the taxonomy of the Adversarial Pruning Benchmark.
+"""The place of a run in the taxonomy of the Adversarial Pruning Benchmark.
 
 Piras, Pintor, Demontis, Biggio, Giacinto, Roli: "Adversarial Pruning: A Survey and Benchmark of Pruning Methods for
 Adversarial Robustness", 2024. A method is described by when it prunes (after, before or during training) and how: the
@@ -28,7 +28,7 @@ SPECIFICS = ("Pruning structure", "Pruning locality", "Pruning criterion")
 
 UNSPECIFIED, NONE = "Not Specified", "None"
 
-# Strategies that rank the weights of all layers together: methods whose rates come from others are local.
+# Strategies that rank the weights of all layers together; methods with rates of other strategies are local.
 _ACROSS_LAYERS = ("lamp", "global")
 
 
@@ -37,51 +37,49 @@ def keys(pipeline: str) -> tuple[str, ...]:
     return ("link_to_paper", "ap_key", PIPELINE, *STEPS[pipeline], *SPECIFICS)
 
 
-def method(made: Recipe) -> type[Pruner]:
+def method(recipe: Recipe) -> type[Pruner]:
     """The method that a recipe prunes by, the last of several."""
-    return PRUNERS[_pruning(made)[-1].pruner["name"]]
+    return PRUNERS[_pruning(recipe)[-1].pruner["name"]]
 
 
-def structure(made: Recipe) -> Structure:
+def structure(recipe: Recipe) -> Structure:
     """What a recipe prunes: single weights or channels, which some methods take out by themselves."""
-    own = method(made).taxonomy
-    if made.units.kind == "channels":
+    own = method(recipe).taxonomy
+    if recipe.units.kind == "channels":
         return Structure.CHANNELS
     return Structure.WEIGHTS if own is None else own.structure
 
 
-def entry(made: Recipe, ap_key: str, paper: str) -> dict[str, str]:
+def entry(recipe: Recipe, ap_key: str, paper: str) -> dict[str, str]:
     """The entry of the method that a recipe describes."""
-    stages = _pruning(made)
-    stage = stages[-1]
-    kind = method(made)
-    place = made.stages.index(stage)
-    earlier = [each for each in made.stages[: made.stages.index(stages[0])] if each.epochs]
-    later = [each for each in made.stages[place + 1 :] if each.epochs]
+    stages, kind = _pruning(recipe), method(recipe)
+    stage, order = stages[-1], recipe.stages
+    earlier = [other for other in order[: order.index(stages[0])] if other.epochs]
+    later = [other for other in order[order.index(stage) + 1 :] if other.epochs]
     rounds = "1S" if len(stages) == 1 else "IT"
-    learned = _training(made, stage) if stage.epochs else NONE
+    learned = _training(recipe, stage) if stage.epochs else NONE
     if kind.from_scratch:
-        pipeline, steps = DURING, [_training(made, later[-1] if later else stage)]
-    elif earlier or made.model.weights is not None:
+        pipeline, steps = DURING, [_training(recipe, later[-1] if later else stage)]
+    elif earlier or recipe.model.weights is not None:
         pipeline = AFTER
-        steps = [_training(made, earlier[-1]) if earlier else UNSPECIFIED]
-        steps += [_training(made, later[-1]) if later else learned, rounds]
+        steps = [_training(recipe, earlier[-1]) if earlier else UNSPECIFIED]
+        steps += [_training(recipe, later[-1]) if later else learned, rounds]
     else:
-        pipeline, steps = BEFORE, [learned, _training(made, later[-1]) if later else NONE, rounds]
+        pipeline, steps = BEFORE, [learned, _training(recipe, later[-1]) if later else NONE, rounds]
     criterion = UNSPECIFIED if kind.taxonomy is None else kind.taxonomy.criterion
-    values = [paper, ap_key, pipeline, *steps, structure(made), _locality(kind, stage.pruner), criterion]
+    values = [paper, ap_key, pipeline, *steps, structure(recipe), _locality(kind, stage.pruner), criterion]
     return dict(zip(keys(pipeline), values, strict=True))
 
 
-def _pruning(made: Recipe) -> list[Stage]:
-    found = [stage for stage in made.stages if stage.pruner["name"] not in ("dense", "fixed")]
-    if not found:
-        raise RecipeError(f"{made.name}: no stage prunes, so there is no pruning method to submit")
-    return found
+def _pruning(recipe: Recipe) -> list[Stage]:
+    stages = [stage for stage in recipe.stages if stage.pruner["name"] not in ("dense", "fixed")]
+    if not stages:
+        raise RecipeError(f"{recipe.name}: no stage prunes, so there is no pruning method to submit")
+    return stages
 
 
-def _training(made: Recipe, stage: Stage) -> str:
-    return OBJECTIVES[made.stage_objective(stage)["name"]].taxonomy or "Not Specified"
+def _training(recipe: Recipe, stage: Stage) -> str:
+    return OBJECTIVES[recipe.stage_objective(stage)["name"]].taxonomy or UNSPECIFIED
 
 
 def _locality(kind: type[Pruner], pruner: Mapping[str, Any]) -> str:
