@@ -255,6 +255,15 @@ def test_the_accuracy_of_training_is_that_of_the_loss_pass(objective: Any) -> No
     assert pruner.answers.tolist() == [0, 0], "an epoch without validation does not count for the next"
 
 
+def test_the_accuracy_of_training_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pruner = FlyingBirdPlus(Weights(cases.build("conv")), keep=0.5)
+    pruner.answers += torch.tensor([6, 8])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda answers: answers.add_(torch.tensor([2, 8])))
+    pruner.observe({"robust": 0.25})
+    assert pruner.gaps == [8 / 16 - 0.25]
+
+
 def test_plus_uses_the_robust_accuracy_if_both_are_known() -> None:
     pruner = FlyingBirdPlus(Weights(cases.build("conv")), keep=0.5)
     for natural, robust in ((0.75, 0.25), (0.5, 0.125)):

@@ -52,6 +52,20 @@ def test_scores_move_along_their_gradient_by_the_radius_and_are_restored(case: s
     assert all(torch.equal(score, old) for score, old in zip(pruner.scores, before, strict=True))
 
 
+def test_processes_move_the_scores_along_the_sum_of_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moves() -> list[torch.Tensor]:
+        model, pruner = sharp()
+        before = [score.detach().clone() for score in pruner.scores]
+        pruner.wrap(Natural())(model.eval(), *cases.batch())
+        return [score.detach() - old for score, old in zip(pruner.scores, before, strict=True)]
+
+    alone = moves()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.mul_(-2))  # others have -3 times it
+    for move, other in zip(alone, moves(), strict=True):
+        torch.testing.assert_close(other, -move)
+
+
 def test_the_gradient_is_that_of_the_perturbed_masks() -> None:
     model, pruner = sharp()
     x, y = cases.batch()

@@ -177,7 +177,7 @@ class AnpVs(Pruner):
                 (gradient,) = torch.autograd.grad(weight * gate.divergence(), gate.raw)
             gradient = gradient if gate.raw.grad is None else gradient + gate.raw.grad
             gate.raw.grad = gradient
-            if not isinstance(self._optimizer, torch.optim.Adam):  # which computes the direction itself
+            if not isinstance(self._optimizer, torch.optim.Adam):  # Adam computes the direction itself
                 gate.raw.grad = gate.adam(gradient, self.step)
 
     def after_step(self) -> None:
