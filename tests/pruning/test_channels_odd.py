@@ -1,4 +1,4 @@
-"""Channels of models that nobody would draw in a textbook: the right result, or a reason that names the line."""
+"""Channels of unusual models: the right result, or a reason that names the line."""
 
 import dataclasses
 import re
@@ -148,8 +148,8 @@ UNCHECKED = ("dropout in eval mode", "drawn by the activations", "product of act
 @pytest.mark.parametrize("name", FREE)
 def test_between_two_convolutions_channels_stay_free(name: str) -> None:
     between, reads, units = FREE[name]
-    found = check(Chain(between, reads), torch.rand(2, 3, 8, 8), densities=(0.6, 0.0))
-    assert sorted(found.units.sizes) == sorted([units, 6])
+    checked = check(Chain(between, reads), torch.rand(2, 3, 8, 8), densities=(0.6, 0.0))
+    assert sorted(checked.units.sizes) == sorted([units, 6])
 
 
 @pytest.mark.parametrize("name", LOCKED)
@@ -158,9 +158,9 @@ def test_between_two_convolutions_channels_stay_with_a_reason(name: str) -> None
     if name in UNCHECKED:
         assert Channels(Chain(between, reads), torch.rand(2, 3, 8, 8)).sizes == [6]
         return
-    found = check(Chain(between, reads), torch.rand(2, 3, 8, 8), densities=(0.6, 0.0))
-    assert found.units.sizes == [6]
-    assert re.search(reason, found.reasons()), found.reasons()
+    checked = check(Chain(between, reads), torch.rand(2, 3, 8, 8), densities=(0.6, 0.0))
+    assert checked.units.sizes == [6]
+    assert re.search(reason, checked.reasons()), checked.reasons()
 
 
 class Twice(nn.Module):
@@ -732,10 +732,10 @@ class Positions(Chain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.each, self.all = nn.Parameter(torch.randn(1, 12, 8, 8)), nn.Parameter(torch.randn(1, 1, 8, 8))
+        self.by_channel, self.all = nn.Parameter(torch.randn(1, 12, 8, 8)), nn.Parameter(torch.randn(1, 1, 8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = (self.first(x) + self.each) * self.all
+        x = (self.first(x) + self.by_channel) * self.all
         return self.head(self.second(x).relu().mean((2, 3)))
 
 
@@ -802,9 +802,9 @@ ODD = [
 @pytest.mark.parametrize("kind", ODD, ids=lambda kind: kind.__name__)
 def test_odd_models(kind: Any) -> None:
     example = torch.rand(getattr(kind, "images", 2), *getattr(kind, "shape", (3, 8, 8)))
-    found = check(kind(), example, densities=(0.6, 0.0), functional=getattr(kind, "functional", False))
-    assert sorted(found.units.sizes) == sorted(kind.sizes)
-    assert re.search(getattr(kind, "reason", ""), found.reasons()), found.reasons()
+    checked = check(kind(), example, densities=(0.6, 0.0), functional=getattr(kind, "functional", False))
+    assert sorted(checked.units.sizes) == sorted(kind.sizes)
+    assert re.search(getattr(kind, "reason", ""), checked.reasons()), checked.reasons()
 
 
 class EinsumLayer(nn.Module):
