@@ -150,8 +150,9 @@ def loaded(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["Weights", "Harp", "apply_masks"])
-def test_units_and_methods_do_not_load_the_engine(name: str) -> None:
-    assert not {module for module in loaded(f"import harp; harp.{name}") if module.startswith("harp.engine")}
+def test_units_and_methods_load_neither_the_engine_nor_channels(name: str) -> None:
+    others = ("harp.engine", "harp.pruning.channels")
+    assert not {module for module in loaded(f"import harp; harp.{name}") if module.startswith(others)}
 
 
 def test_the_loop_knows_no_objective_and_no_reader_of_data() -> None:

@@ -469,12 +469,18 @@ class BareBias(BiasedAttention):
         return self.bias
 
 
+class FrozenBias(BiasedAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias.requires_grad_(False)
+
+
 class SharedBias(BiasedAttention):
     """The same bias for all heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4, 4), requires_grad=False)
 
 
 class ComputedBias(BiasedAttention):
@@ -794,7 +800,7 @@ ODD = [
     SpectralNorm, BareMatrices, EinsumAttention, CrossCovariance, NonLocal, LearnedQueries, Unused, OneImage, Sound,
     Volume, Recurrent, Halves, SplitWeight, OneLogit, SpatialGate, Slopes, Attended, FixedMatrix, FixedKernel,
     FoldedBatch, ConstantBranch, Positions, Patches, GroupedUp, CosineHead, Vanishing, BiasedAttention, SharedBias,
-    BareBias, ComputedBias, OneHead, PlainNorms, OwnWeights, ConstantBias, Columns, ReshapedMatrix, OneOfTwo,
+    BareBias, FrozenBias, ComputedBias, OneHead, PlainNorms, OwnWeights, ConstantBias, Columns, ReshapedMatrix, OneOfTwo,
     WidthInTheAnswer, ReadTwice,
 ]  # fmt: skip
 
