@@ -800,8 +800,8 @@ ODD = [
     SpectralNorm, BareMatrices, EinsumAttention, CrossCovariance, NonLocal, LearnedQueries, Unused, OneImage, Sound,
     Volume, Recurrent, Halves, SplitWeight, OneLogit, SpatialGate, Slopes, Attended, FixedMatrix, FixedKernel,
     FoldedBatch, ConstantBranch, Positions, Patches, GroupedUp, CosineHead, Vanishing, BiasedAttention, SharedBias,
-    BareBias, FrozenBias, ComputedBias, OneHead, PlainNorms, OwnWeights, ConstantBias, Columns, ReshapedMatrix, OneOfTwo,
-    WidthInTheAnswer, ReadTwice,
+    BareBias, FrozenBias, ComputedBias, OneHead, PlainNorms, OwnWeights, ConstantBias, Columns, ReshapedMatrix,
+    OneOfTwo, WidthInTheAnswer, ReadTwice,
 ]  # fmt: skip
 
 
