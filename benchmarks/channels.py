@@ -33,7 +33,7 @@ from harp.errors import ModelError
 from harp.models import external
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Channels
-from harp.pruning.channels.verify import difference, shaken
+from harp.pruning.channels.verify import difference, perturbed
 
 EQUAL = 1e-5
 LIMIT = 60
@@ -56,7 +56,7 @@ def zoo(wanted: list[str]) -> Iterator[tuple[str, nn.Module, Tensor]]:
                 size = 32 if source == "harp" else 299 if name == "inception_v3" else 224
                 torch.manual_seed(0)
                 model = models.build(full, num_classes=10, shape=(3, size, size), **_options(name))
-                yield full, shaken(model), torch.rand(1, 3, size, size)
+                yield full, perturbed(model), torch.rand(1, 3, size, size)
 
 
 def _options(name: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ FREE: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
 
 # The same, with what the reason must say of the channels that stay.
 LOCKED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
-    "roll": (lambda x: x.roll(2, 1), 12, r"roll at test_channels_odd.py:\d+ counts on its place"),
+    "roll": (lambda x: x.roll(2, 1), 12, r"roll at test_channels_odd.py:\d+ depends on its position"),
     "sum with a roll": (lambda x: x + x.roll(5, 1), 12, "one channel|roll at test_channels_odd.py"),
     "fixed slice": (lambda x: torch.cat([x[:, :2] * 2, x[:, 2:]], 1), 12, r"slice at test_channels_odd.py:\d+"),
     "slice from the end": (lambda x: torch.cat([x[:, :-1] * 2, x[:, -1:]], 1), 12, "slice at test_channels_odd.py"),
@@ -118,9 +118,9 @@ LOCKED: dict[str, tuple[Callable[[Tensor], Tensor], int, str]] = {
     "Fourier transform": (lambda x: torch.view_as_real(torch.fft.rfft2(x))[..., 0], 12, "view_as_real at|_fft_r2c at"),
     "group norm": (lambda x: F.group_norm(x, 3), 12, "native_group_norm at test_channels_odd.py"),
     "layer norm": (lambda x: F.layer_norm(x, x.shape[1:]), 12, "native_layer_norm at test_channels_odd.py"),
-    "NumPy": (lambda x: x - torch.from_numpy(x.numpy().mean(1, keepdims=True)), 12, "the answer changes"),
+    "NumPy": (lambda x: x - torch.from_numpy(x.numpy().mean(1, keepdims=True)), 12, "the output changes"),
     "a constant per channel": (lambda x: x * torch.arange(12.0)[:, None, None], 12, "mul at test_channels_odd.py"),
-    "dropout in eval mode": (lambda x: F.dropout(x, 0.5, True), 12, "the answer changes"),
+    "dropout in eval mode": (lambda x: F.dropout(x, 0.5, True), 12, "the output changes"),
     "patches over channels": (
         lambda x: F.unfold(x.transpose(1, 2), 1).view(-1, 8, 12, 8).transpose(1, 2),
         12,
@@ -255,7 +255,7 @@ class ControlFlow(nn.Module):
 class OptionA(nn.Module):
     """A shortcut whose new channels are zeros."""
 
-    sizes, reason = (8, 16), r"add at test_channels_odd.py:\d+ takes a constant"
+    sizes, reason = (8, 16), r"add at test_channels_odd.py:\d+ combines it with a constant"
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class OneOfTwo(Chain):
 
 
 class WidthInTheAnswer(Chain):
-    sizes, reason = (6,), "without it the answer changes"
+    sizes, reason = (6,), "without it the output changes"
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x), torch.zeros(self.first.out_channels)
@@ -677,7 +677,7 @@ class Attended(Chain):
 
 
 class FixedMatrix(nn.Module):
-    sizes, reason, functional = (8, 10), "by a buffer", True
+    sizes, reason, functional = (8, 10), "with a buffer", True
 
     def __init__(self) -> None:
         super().__init__()
@@ -907,7 +907,7 @@ def _damaged() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "decides by a value": (Deciding, r"_local_scalar_dense at test_channels_odd.py:\d+"),
-    "answers whole numbers": (Counting, "answers no tensor of numbers"),
+    "returns whole numbers": (Counting, "returns no floating-point tensor"),
     "one layer": (
         lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)),
         "no channels that can be pruned: the model's input",
@@ -919,7 +919,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (Lazy, "not initialised"),
     "old weight norm": (_old_weight_norm, "has a weight that is computed"),
     "scripted": (_scripted, "TorchScript"),
-    "NaN": (_damaged, "answers NaN"),
+    "NaN": (_damaged, "returns NaN"),
     "wrong size": (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5, 4)), "can't run on an example of shape"),
 }
 

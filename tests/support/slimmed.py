@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from harp.pruning import macs
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Channels, price
-from harp.pruning.channels.verify import difference, shaken
+from harp.pruning.channels.verify import difference, perturbed
 
 aten = torch.ops.aten
 DENSITIES = (0.9, 0.5, 0.2, 0.0)  # at 0 every space keeps a single channel
@@ -40,7 +40,7 @@ def check(
 
     `functional`: some weights are used by functions, which `macs.py` doesn't see; otherwise its count must agree.
     """
-    model = shaken(model)
+    model = perturbed(model)
     units = Channels(model, example)
     generator = torch.Generator().manual_seed(0)
     gap = 0.0

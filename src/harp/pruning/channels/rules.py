@@ -250,7 +250,7 @@ def _align(run: LabelledRun, labels: Tensor, weight: Tensor) -> bool:
         pairs = set(zip(one.tolist(), other.tolist(), strict=True))
         if varying(axis) and len(pairs) == len(torch.unique(one)):  # every channel meets one index
             run.atoms.join(one, other)
-            run.atoms.lock(other[one <= 0], "belongs to what is no channel")
+            run.atoms.lock(other[one <= 0], "belongs to entries without channels")
             return True
     return False
 
@@ -304,7 +304,7 @@ def _bind(run: LabelledRun, reads: Tensor, read: Tensor, site: tuple[str, int], 
     """Join the input axis of a weight with the channels that it reads."""
     run.unite(reads, read, where)
     if site[0] not in run.parameters:
-        run.atoms.lock(reads, f"{where} reads it by a buffer, which no mask is for")
+        run.atoms.lock(reads, f"{where} reads it with a buffer, which has no mask")
     run.reads.add(site)
 
 
@@ -314,7 +314,7 @@ def _attach(run: LabelledRun, tensor: Tensor, channels: Tensor) -> None:
     if is_vector and id(tensor) in run.origin:
         vector = run.labels(tensor)
         run.unite(channels, vector, "a bias or scale")
-        run.atoms.lock(vector[channels <= 0], "belongs to what is no channel")
+        run.atoms.lock(vector[channels <= 0], "belongs to entries without channels")
     else:
         run.atoms.lock(channels, "its bias or scale is computed")
 
