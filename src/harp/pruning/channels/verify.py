@@ -1,8 +1,8 @@
 """Verification: the channels that tracing has found are cut out of a copy of the model before they count as prunable.
 
 Channels of every space are cut out of a copy with perturbed weights, and its output must be that of a copy in which
-they are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with the
-line of the model where it failed. A number that a module stores and that should shrink too (the number of attention
+they are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with
+the line of the model where it failed. A number that a module stores and that should shrink too (the number of attention
 heads) is found here as well, by trying.
 
 A cut that passes once could pass by luck, so there are four. Every channel is removed in one of the first two, which
