@@ -214,18 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     external._import_torchvision()
     ways: dict[str, Callable[[nn.Module, Tensor, int], dict[str, Any]]] = {"ours": ours}
     own = Path(harp.pruning.channels.__file__).parent
-    followed = [
-        "atoms.py",
-        "labels.py",
-        "lines.py",
-        "running.py",
-        "tracing.py",
-        "spaces.py",
-        "trial.py",
-        "cutting.py",
-        "attention.py",
-    ]
-    lines = {"ours": lines_of(own, followed)}
+    names = "labels traces operations labelled_run rules tracing forward spaces verify cutting rebuild attention"
+    lines = {"ours": lines_of(own, [f"{name}.py" for name in names.split()])}
     try:
         import torch_pruning
 
