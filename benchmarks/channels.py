@@ -33,7 +33,7 @@ from harp.errors import ModelError
 from harp.models import external
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Channels
-from harp.pruning.channels.verify import difference, shaken
+from harp.pruning.channels.verify import difference, perturbed
 
 EQUAL = 1e-5
 LIMIT = 60
@@ -56,7 +56,7 @@ def zoo(wanted: list[str]) -> Iterator[tuple[str, nn.Module, Tensor]]:
                 size = 32 if source == "harp" else 299 if name == "inception_v3" else 224
                 torch.manual_seed(0)
                 model = models.build(full, num_classes=10, shape=(3, size, size), **_options(name))
-                yield full, shaken(model), torch.rand(1, 3, size, size)
+                yield full, perturbed(model), torch.rand(1, 3, size, size)
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -214,18 +214,8 @@ def main(arguments: list[str] | None = None) -> int:
     external._import_torchvision()
     variants: dict[str, Callable[[nn.Module, Tensor, int], dict[str, Any]]] = {"ours": ours}
     own = Path(harp.pruning.channels.__file__).parent
-    followed = [
-        "atoms.py",
-        "labels.py",
-        "lines.py",
-        "running.py",
-        "tracing.py",
-        "spaces.py",
-        "trial.py",
-        "cutting.py",
-        "attention.py",
-    ]
-    lines = {"ours": lines_of(own, followed)}
+    names = "labels traces operations labelled_run rules tracing forward spaces verify cutting rebuild attention"
+    lines = {"ours": lines_of(own, [f"{name}.py" for name in names.split()])}
     try:
         import torch_pruning
 

@@ -46,7 +46,7 @@ def public() -> dict[str, Any]:
             objects[name] = getattr(module, inner)
         else:
             own = inspect.getmembers(module, inspect.isfunction)
-            objects |= {f"{name}.{n}": o for n, o in own if o.__module__ == home and n != "made"}
+            objects |= {f"{name}.{n}": o for n, o in own if o.__module__ == home and n != "from_recipe"}
     return objects
 
 

@@ -136,7 +136,7 @@ def test_settings_of_the_papers_large_scale(name: str) -> None:
         assert objective.fresh == (stage.name != "pretrain")
         settings = stage.optimizer
         assert (settings.lr, settings.momentum, settings.weight_decay) == (rate, 0.9, 1e-4)
-    factor = schedules.made(made.stages[0].optimizer.schedule)
+    factor = schedules.from_recipe(made.stages[0].optimizer.schedule)
     assert [round(factor(epoch / 23), 9) for epoch in (0, 7.99, 8, 15.99, 16)] == [1, 1, 0.1, 0.1, 0.01]
     assert pruning(made).pruner.get("gamma_step") == (0.1 if "/harp-" in name else None)
     assert pruning(made).pruner.get("published", False) == ("/harp-" in name)

@@ -247,11 +247,11 @@ def test_training_a_model_in_half_precision_does_not_hide_its_channels() -> None
 
 
 def test_channels_last_weights_are_shaken_as_well() -> None:
-    from harp.pruning.channels.verify import shaken
+    from harp.pruning.channels.verify import perturbed
 
     model = nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last)
     nn.init.zeros_(model.weight)
-    assert bool((shaken(model).weight != 0).all())
+    assert bool((perturbed(model).weight != 0).all())
 
 
 def test_unknown_budgets_and_multiples_are_refused() -> None:

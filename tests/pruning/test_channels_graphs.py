@@ -1,4 +1,4 @@
-"""Channels of random small networks: whatever is put together, what is cut answers like what is masked."""
+"""Channels of random small networks: the cut network always has the outputs of the masked one."""
 
 from typing import Any
 
@@ -27,15 +27,15 @@ class Graph(nn.Module):
         for number, (kind, first, second, width) in enumerate(steps):
             name, one, other = f"{kind}{number}", first % len(maps), second % len(maps)
             channels, size = maps[one]
-            made, shape = self.build(kind, channels, size, maps[other], width)
+            layer, shape = self.build(kind, channels, size, maps[other], width)
             if shape is None:
                 continue
-            if isinstance(made, nn.Module):
-                same = [key for key, layer in self.layers.items() if repr(layer) == repr(made)]
+            if isinstance(layer, nn.Module):
+                same = [key for key, other in self.layers.items() if repr(other) == repr(layer)]
                 if kind == "shared" and same:
                     name = same[0]
                 else:
-                    self.layers[name] = made
+                    self.layers[name] = layer
             self.plan.append((kind, one, other, name))
             maps.append(shape)
         channels, size = maps[-1]
@@ -137,8 +137,8 @@ def test_random_networks(steps: list[tuple[str, int, int, int]], flat: bool) -> 
     except ModelError as error:
         assert "no channels that can be pruned" in str(error)
         return
-    found = check(model, example, densities=(0.5, 0.0))
-    assert all(part.reason for part in found.units.whole)
+    checked = check(model, example, densities=(0.5, 0.0))
+    assert all(part.reason for part in checked.units.whole)
 
 
 @settings(max_examples=8, deadline=None)

@@ -1,4 +1,4 @@
-"""Dead channels go without changing an answer; in training under fixed masks, without changing a step."""
+"""Dead channels are removed without changing an output; in training under fixed masks, without changing a step."""
 
 import copy
 from collections.abc import Callable
@@ -40,8 +40,8 @@ def chain(*second: nn.Module, features: int = 6, activation: nn.Module | None = 
     return model.eval()
 
 
-def kill(model: nn.Sequential, biases: list[float]) -> nn.Sequential:
-    """Prune the first filters, which then send on what the norm makes of zero."""
+def prune(model: nn.Sequential, biases: list[float]) -> nn.Sequential:
+    """Prune the first filters, which then output what the norm makes of zero."""
     with torch.no_grad():
         model[0].weight[: len(biases)] = 0
         model[1].running_mean[: len(biases)] = 0
@@ -50,21 +50,21 @@ def kill(model: nn.Sequential, biases: list[float]) -> nn.Sequential:
 
 
 @torch.no_grad()
-def check(model: nn.Module, found: Removed, images: Tensor | None = None) -> None:
+def check(model: nn.Module, removed: Removed, images: Tensor | None = None) -> None:
     images = cases.batch(8, seed=5)[0] if images is None else images
-    expected, answer = copy.deepcopy(model).eval()(images), copy.deepcopy(found.model).eval()(images)
+    expected, answer = copy.deepcopy(model).eval()(images), copy.deepcopy(removed.model).eval()(images)
     assert float((answer - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
-def total(found: Removed) -> int:
-    return found.unread.channels + found.zero.channels + found.folded.channels + found.merged.channels
+def total(removed: Removed) -> int:
+    return removed.unread.channels + removed.zero.channels + removed.folded.channels + removed.merged.channels
 
 
 IMAGES = cases.batch()[0]
 
 
-def test_a_pruned_filter_still_sends_its_norms_bias_onward() -> None:
-    model = kill(chain(conv(6, 6, padding=1)), [0.7])
+def test_a_pruned_filter_still_outputs_what_its_norm_makes_of_zero() -> None:
+    model = prune(chain(conv(6, 6, padding=1)), [0.7])
     naive = copy.deepcopy(model)
     naive[3].weight.data[:, 0] = 0
     folded = copy.deepcopy(naive)
@@ -72,41 +72,41 @@ def test_a_pruned_filter_still_sends_its_norms_bias_onward() -> None:
     for wrong in (naive, folded):  # the second only at the borders
         gap = (wrong(IMAGES) - model(IMAGES)).abs().max()
         assert float(gap.detach()) > 0.01
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (total(found), found.padded, found.stuck) == (0, 1, 0)
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (total(removed), removed.padded, removed.stuck) == (0, 1, 0)
 
 
-def test_a_channel_that_a_relu_makes_zero_goes_in_spite_of_padding() -> None:
-    model = kill(chain(conv(6, 6, padding=1)), [-0.7, -0.1])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.zero == removal.Gone(2, 2 * 6 * 9)
-    assert found.model[0].out_channels == found.model[1].num_features == found.model[3].in_channels == 4
+def test_a_channel_that_a_relu_makes_zero_is_removed_in_spite_of_padding() -> None:
+    model = prune(chain(conv(6, 6, padding=1)), [-0.7, -0.1])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.zero == removal.Gone(2, 2 * 6 * 9)
+    assert removed.model[0].out_channels == removed.model[1].num_features == removed.model[3].in_channels == 4
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_without_padding_a_constant_goes_into_the_bias_or_a_new_one(bias: bool) -> None:
-    model = kill(chain(conv(6, 6, bias=bias)), [0.7, -0.2, 1.3])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (found.folded.channels, found.zero.channels, found.padded) == (2, 1, 0)
-    assert found.cut.added == ([] if bias else ["3.bias"])
-    assert found.parameters[1] == sum(p.numel() for p in found.model.parameters())
-    again = Cut.from_dict(found.cut.as_dict()).applied(model)
-    again.load_state_dict(found.model.state_dict())
-    check(model, replace(found, model=again))
+def test_without_padding_a_constant_is_added_to_the_bias_or_a_new_one(bias: bool) -> None:
+    model = prune(chain(conv(6, 6, bias=bias)), [0.7, -0.2, 1.3])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (removed.folded.channels, removed.zero.channels, removed.padded) == (2, 1, 0)
+    assert removed.cut.added == ([] if bias else ["3.bias"])
+    assert removed.parameters[1] == sum(p.numel() for p in removed.model.parameters())
+    again = Cut.from_dict(removed.cut.as_dict()).applied(model)
+    again.load_state_dict(removed.model.state_dict())
+    check(model, replace(removed, model=again))
 
 
 def test_a_norm_takes_a_constant_in_place_of_a_new_bias() -> None:
-    model = kill(chain(conv(6, 6, bias=False), nn.BatchNorm2d(6)), [0.7])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.folded.channels == 1 and not found.cut.added
-    assert list(found.model.state_dict()) == list(model.state_dict())
+    model = prune(chain(conv(6, 6, bias=False), nn.BatchNorm2d(6)), [0.7])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.folded.channels == 1 and not removed.cut.added
+    assert list(removed.model.state_dict()) == list(model.state_dict())
 
 
-def test_a_norm_that_is_not_alone_takes_nothing() -> None:
+def test_a_norm_that_is_not_the_only_reader_takes_no_constant() -> None:
     class Split(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -116,47 +116,47 @@ def test_a_norm_that_is_not_alone_takes_nothing() -> None:
             x = self.conv(x)
             return self.norm(x) + x
 
-    model = kill(chain(Split()), [0.7])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.folded.channels == 1 and found.cut.added == ["3.conv.bias"]
+    model = prune(chain(Split()), [0.7])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.folded.channels == 1 and removed.cut.added == ["3.conv.bias"]
 
 
 def test_a_new_bias_is_cut_with_what_it_is_added_to() -> None:
-    model = kill(chain(conv(6, 6, bias=False)), [0.7])
+    model = prune(chain(conv(6, 6, bias=False)), [0.7])
     model[7].weight.data[:, 2:4] = 0
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.cut.added == ["3.bias"] and found.model[3].bias.shape == (4,)
-    assert (found.folded.channels, found.unread.channels) == (1, 2)
-    again = found.cut.applied(model)
-    again.load_state_dict(found.model.state_dict())
-    check(model, replace(found, model=again))
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.cut.added == ["3.bias"] and removed.model[3].bias.shape == (4,)
+    assert (removed.folded.channels, removed.unread.channels) == (1, 2)
+    again = removed.cut.applied(model)
+    again.load_state_dict(removed.model.state_dict())
+    check(model, replace(removed, model=again))
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate"])
 def test_padding_with_the_image_itself_is_exact(mode: str) -> None:
-    model = kill(chain(conv(6, 6, padding=1, padding_mode=mode)), [0.7])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (found.folded.channels, found.padded) == (1, 0)
+    model = prune(chain(conv(6, 6, padding=1, padding_mode=mode)), [0.7])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (removed.folded.channels, removed.padded) == (1, 0)
 
 
 def test_constants_behind_padding_are_merged_into_one() -> None:
-    model = kill(chain(conv(6, 6, padding=1)), [0.3, 2.0, 0.9])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (found.merged.channels, found.padded) == (2, 1)
-    assert found.model[3].in_channels == 4
+    model = prune(chain(conv(6, 6, padding=1)), [0.3, 2.0, 0.9])
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (removed.merged.channels, removed.padded) == (2, 1)
+    assert removed.model[3].in_channels == 4
 
 
 def test_a_scale_of_zero_makes_a_constant() -> None:
     model = chain(conv(6, 6))
     with torch.no_grad():
         model[1].weight[2:4] = 0
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.zero.channels + found.folded.channels == 2
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.zero.channels + removed.folded.channels == 2
 
 
 def test_what_a_channel_was_computed_from_is_unread_in_turn() -> None:
@@ -164,20 +164,20 @@ def test_what_a_channel_was_computed_from_is_unread_in_turn() -> None:
     with torch.no_grad():
         model[9].weight[:, 3:] = 0  # three channels unread ...
         model[5].weight[:3, 1:3] = 0  # ... which alone had read two before
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (found.unread.channels, total(found)) == (5, 5)
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (removed.unread.channels, total(removed)) == (5, 5)
 
 
 def test_constants_are_followed_through_layers() -> None:
-    model = kill(chain(conv(6, 6), nn.ReLU(), conv(6, 6)), [0.4, -0.4])
+    model = prune(chain(conv(6, 6), nn.ReLU(), conv(6, 6)), [0.4, -0.4])
     with torch.no_grad():
         model[3].weight[0, 2:] = 0  # reads constants only
         model[3].weight[1] = 0
         model[3].bias[:2] = torch.tensor([5.0, 1.0])
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.folded.channels == 3 and total(found) == 4
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.folded.channels == 3 and total(removed) == 4
 
 
 class Resnet(nn.Module):
@@ -212,25 +212,25 @@ def test_a_residual_stream_is_constant_only_if_all_that_give_it_are() -> None:
         model.two[3].weight[:2] = 0
         for norm in (model.norm, model.one[4], model.two[4]):
             norm.bias[:3] = -1.0
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.zero.channels == 2 and found.model.stem.out_channels == 6
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.zero.channels == 2 and removed.model.stem.out_channels == 6
     with torch.no_grad():
         model.two[4].bias[:2] = 2.0  # constants that only the head reads, which has a bias
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert (found.folded.channels, found.zero.channels) == (2, 0)
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert (removed.folded.channels, removed.zero.channels) == (2, 0)
 
 
 def test_a_depthwise_layer_with_padding_makes_a_map_that_stays() -> None:
     for padding, folded, left in ((1, 0, 5), (0, 1, 4)):
-        model = kill(chain(conv(6, 6, padding=padding, groups=6), nn.ReLU(), conv(6, 6, 1)), [0.7, -0.7])
+        model = prune(chain(conv(6, 6, padding=padding, groups=6), nn.ReLU(), conv(6, 6, 1)), [0.7, -0.7])
         with torch.no_grad():
             model[3].weight[0] = torch.rand(3, 3)
             model[3].bias[:2] = torch.tensor([0.1, -0.1])
-        found = remove_dead(model, IMAGES)
-        check(model, found)
-        assert (found.zero.channels, found.folded.channels, found.model[3].groups) == (1, folded, left)
+        removed = remove_dead(model, IMAGES)
+        check(model, removed)
+        assert (removed.zero.channels, removed.folded.channels, removed.model[3].groups) == (1, folded, left)
 
 
 def test_a_layer_that_is_used_twice_takes_only_zeros() -> None:
@@ -249,9 +249,9 @@ def test_a_layer_that_is_used_twice_takes_only_zeros() -> None:
         for layer, constant in ((model.first, 1.0), (model.same, 2.0)):
             layer.weight[:2] = 0
             layer.bias[:2] = torch.tensor([-1.0, constant])
-    found = remove_dead(model, images)
-    check(model, found, torch.rand(8, 6))
-    assert (found.zero.channels, found.folded.channels, found.stuck) == (1, 0, 1)
+    removed = remove_dead(model, images)
+    check(model, removed, torch.rand(8, 6))
+    assert (removed.zero.channels, removed.folded.channels, removed.stuck) == (1, 0, 1)
 
 
 def test_a_flattened_image_may_be_a_constant_map() -> None:
@@ -262,19 +262,19 @@ def test_a_flattened_image_may_be_a_constant_map() -> None:
         model[0].weight[0] = 0
         model[0].bias[0] = 1.0
         model[2].weight[0, 1:] = 0  # a constant with a border
-    found = remove_dead(model, IMAGES)
-    check(model, found)
-    assert found.folded.channels == 1 and found.model[2].out_channels == 5
+    removed = remove_dead(model, IMAGES)
+    check(model, removed)
+    assert removed.folded.channels == 1 and removed.model[2].out_channels == 5
 
 
-def test_a_network_of_nothing_keeps_a_channel_of_each_layer() -> None:
+def test_a_network_without_weights_keeps_a_channel_of_each_layer() -> None:
     model = cases.build("conv")
     masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in model.named_parameters() if p.ndim > 1}
-    found = remove_dead(model, IMAGES, masks)
+    removed = remove_dead(model, IMAGES, masks)
     mask_ops.apply(model, masks)
-    check(model, found)
-    assert [m.out_channels for m in found.model.modules() if isinstance(m, nn.Conv2d)] == [1, 1]
-    assert total(found) == 7 + 15 + 15 and mask_ops.kept(found.masks) == 0
+    check(model, removed)
+    assert [m.out_channels for m in removed.model.modules() if isinstance(m, nn.Conv2d)] == [1, 1]
+    assert total(removed) == 7 + 15 + 15 and mask_ops.kept(removed.masks) == 0
 
 
 @pytest.mark.parametrize(
@@ -303,12 +303,12 @@ def test_a_network_of_nothing_keeps_a_channel_of_each_layer() -> None:
         lambda x: F.batch_norm(x, torch.zeros(6), torch.ones(6)),
     ],
 )
-def test_whatever_forward_does_no_answer_changes(body: Callable[[Tensor], Tensor]) -> None:
+def test_whatever_forward_does_no_output_changes(body: Callable[[Tensor], Tensor]) -> None:
     class Body(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return body(x)
 
-    model = kill(chain(Body(), conv(6, 6)), [0.7, -0.7, 1.5])
+    model = prune(chain(Body(), conv(6, 6)), [0.7, -0.7, 1.5])
     try:
         check(model, remove_dead(model, IMAGES))
     except ModelError as error:
@@ -322,7 +322,7 @@ def test_writing_into_a_view_writes_into_its_base() -> None:
             x[:, 1].mul_(0.5)
             return x
 
-    model = kill(chain(View(), conv(6, 6)), [0.7, -0.7, 1.5])
+    model = prune(chain(View(), conv(6, 6)), [0.7, -0.7, 1.5])
     for example in (IMAGES[:2], torch.zeros(2, 3, 8, 8)):
         assert readings(model, example)["4.weight"][0].constant.tolist() == [False, True, True, False, False, False]
 
@@ -334,20 +334,20 @@ def test_writing_parts_of_a_new_tensor_is_not_taken_for_constant() -> None:
             buffer[:, :6] = x
             return buffer  # written into by parts, of which nothing is known
 
-    model = kill(chain(Parts(), conv(6, 6)), [0.7, -0.7, 1.5])
+    model = prune(chain(Parts(), conv(6, 6)), [0.7, -0.7, 1.5])
     for example in (IMAGES[:2], torch.zeros(2, 3, 8, 8)):  # of zeros, on which all is the same everywhere
         assert readings(model, example)["4.weight"][0].constant.tolist() == [False] * 6
 
 
-def test_what_is_only_silent_on_the_example_is_no_constant() -> None:
+def test_a_channel_that_is_zero_on_the_example_only_is_no_constant() -> None:
     model = chain(conv(6, 6))
     with torch.no_grad():
         model[0].weight[0] = 0
         model[0].weight[0, 1, 1, 1] = 1.0  # one weight is enough
         model[1].bias[0], model[1].running_mean[0] = -50.0, 0.0
-    found = remove_dead(model, IMAGES)
-    check(model, found, 100 * IMAGES)
-    assert total(found) == 0
+    removed = remove_dead(model, IMAGES)
+    check(model, removed, 100 * IMAGES)
+    assert total(removed) == 0
 
 
 def test_random_numbers_are_no_constants() -> None:
@@ -355,7 +355,7 @@ def test_random_numbers_are_no_constants() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.rand(1, 6, 1, 1)
 
-    model = kill(chain(Noise(), conv(6, 6)), [0.7])
+    model = prune(chain(Noise(), conv(6, 6)), [0.7])
     assert not readings(model, IMAGES[:2])["4.weight"][0].constant.any()
 
 
@@ -376,17 +376,17 @@ def test_random_masks(case: str, sparsity: float, seed: int) -> None:
     masks = masked(model, sparsity, seed)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = [module.training for module in model.modules()]
-    found = remove_dead(model, IMAGES, masks)
+    removed = remove_dead(model, IMAGES, masks)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [module.training for module in model.modules()] == flags
-    assert [module.training for module in found.model.modules()][:3] == flags[:3]
+    assert [module.training for module in removed.model.modules()][:3] == flags[:3]
     assert not any(p.grad is not None for p in model.parameters())
     mask_ops.apply(model, masks)
-    check(model, found)
-    weights = dict(found.model.named_parameters())
-    assert all(torch.equal(mask, weights[name] != 0) for name, mask in found.masks.items())
-    lost = found.unread.weights + found.zero.weights + found.folded.weights + found.merged.weights
-    assert mask_ops.kept(found.masks) == mask_ops.kept(masks) - lost
+    check(model, removed)
+    weights = dict(removed.model.named_parameters())
+    assert all(torch.equal(mask, weights[name] != 0) for name, mask in removed.masks.items())
+    lost = removed.unread.weights + removed.zero.weights + removed.folded.weights + removed.merged.weights
+    assert mask_ops.kept(removed.masks) == mask_ops.kept(masks) - lost
 
 
 @pytest.mark.parametrize("sparsity", [0.95, 0.99, 0.995])
@@ -398,21 +398,21 @@ def test_a_resnet_with_biased_norms(sparsity: float) -> None:
             module.bias.data.normal_(std=0.3)
             module.running_mean.normal_(std=0.1)
     masks = masked(model, sparsity, 0)
-    found = remove_dead(model, torch.rand(2, 3, 16, 16), masks)
+    removed = remove_dead(model, torch.rand(2, 3, 16, 16), masks)
     mask_ops.apply(model, masks)
-    check(model, found, torch.rand(8, 3, 16, 16))
-    assert total(found) > 0 and found.parameters[1] < found.parameters[0]
+    check(model, removed, torch.rand(8, 3, 16, 16))
+    assert total(removed) > 0 and removed.parameters[1] < removed.parameters[0]
     if sparsity == 0.95:  # with more pruned, one channel of each layer is left
-        again = remove_dead(found.model, torch.rand(2, 3, 16, 16))
-        assert total(again) == 0 and again.padded == found.padded
+        again = remove_dead(removed.model, torch.rand(2, 3, 16, 16))
+        assert total(again) == 0 and again.padded == removed.padded
 
 
 def test_a_wrong_constant_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(model: nn.Module, example: Tensor) -> Any:
-        found = readings(model, example)
-        for reading in (each for several in found.values() for each in several):
+        of_weights = readings(model, example)
+        for reading in (reading for of_weight in of_weights.values() for reading in of_weight):
             reading.constant.fill_(True)
-        return found
+        return of_weights
 
     monkeypatch.setattr(removal, "readings", wrong)
     with pytest.raises(ModelError, match="off by"):
@@ -424,10 +424,10 @@ def test_a_linear_layer_of_few_rows_is_followed(bias: float) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.ReLU(), nn.Linear(4, 3)).eval()
     with torch.no_grad():
         model[0].weight[0], model[0].bias[0] = 0, bias
-    found = remove_dead(model, torch.rand(2, 6))
-    check(model, found, torch.rand(8, 6))
-    assert (found.folded.channels, found.zero.channels) == ((1, 0) if bias > 0 else (0, 1))
-    assert found.cut.added == (["2.bias"] if bias > 0 else [])
+    removed = remove_dead(model, torch.rand(2, 6))
+    check(model, removed, torch.rand(8, 6))
+    assert (removed.folded.channels, removed.zero.channels) == ((1, 0) if bias > 0 else (0, 1))
+    assert removed.cut.added == (["2.bias"] if bias > 0 else [])
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -470,8 +470,8 @@ def test_training_the_small_network_is_training_the_large_one(case: str) -> None
         assert all(not bool(start.get_parameter(name)[~mask].any()) for name, mask in masks.items())
 
 
-def test_what_may_grow_again_is_kept_for_training() -> None:
-    model = kill(chain(conv(6, 6)), [-0.7])
+def test_channels_that_training_may_change_are_kept_for_training() -> None:
+    model = prune(chain(conv(6, 6)), [-0.7])
     model[3].weight.data[:, 4] = 0  # zero now, but alive
     cut = unread(model, IMAGES, {"3.weight": torch.ones(6, 6, 3, 3, dtype=torch.bool)})
     assert not cut.kept
@@ -492,7 +492,7 @@ class Auxiliary(cases.ConvNet):
         return self.classifier(seen) + (self.auxiliary(seen) if self.training else 0.0)
 
 
-def test_what_only_training_reads_is_read() -> None:
+def test_channels_that_are_read_in_training_only_are_kept() -> None:
     model = Auxiliary()
     masks = {"classifier.0.weight": torch.ones(16, 64, dtype=torch.bool)}
     masks["classifier.0.weight"][:, :8] = False  # two channels of 2 x 2

@@ -114,8 +114,8 @@ def small_convnext() -> nn.Module:
 
 def small_regnet(se: float | None) -> Callable[[], nn.Module]:
     part = torchvision.models.regnet.BlockParams
-    made = part([2, 2, 1], [16, 24, 32], [8, 8, 8], [1.0, 1.0, 1.0], [2, 2, 2], se)
-    return lambda: torchvision.models.RegNet(made, num_classes=10, stem_width=12)
+    blocks = part([2, 2, 1], [16, 24, 32], [8, 8, 8], [1.0, 1.0, 1.0], [2, 2, 2], se)
+    return lambda: torchvision.models.RegNet(blocks, num_classes=10, stem_width=12)
 
 
 def small_swin(block: str) -> Callable[[], nn.Module]:
@@ -198,9 +198,9 @@ FULL: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize("name", SMALL)
 def test_a_cut_network_answers_like_the_masked_one_and_costs_what_was_predicted(name: str) -> None:
     make, size, least = SMALL[name]
-    found = check(make(), torch.rand(2, 3, size, size), densities=(0.3,))
-    assert len(found.units.spaces) >= least
-    places = [part.reason for part in found.units.whole if part.reason != "the model's input"]
+    checked = check(make(), torch.rand(2, 3, size, size), densities=(0.3,))
+    assert len(checked.units.spaces) >= least
+    places = [part.reason for part in checked.units.whole if part.reason != "the model's input"]
     assert all(" at " in reason or ".py:" in reason for reason in places)
 
 

@@ -31,10 +31,10 @@ class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.each = nn.Linear(8, 5, bias=False)
+        self.rows = nn.Linear(8, 5, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.each(self.conv(self.conv(x))).mean((1, 2))
+        return self.rows(self.conv(self.conv(x))).mean((1, 2))
 
 
 ODD = {
@@ -48,19 +48,19 @@ ODD = {
 @pytest.mark.parametrize("name", [*sorted(CASES.keys() - {"transformer"}), *ODD])
 def test_macs_are_those_of_torchs_counter(name: str) -> None:
     model = build(name) if name in CASES else ODD[name]
-    found = cost(model, SHAPE)
+    costs = cost(model, SHAPE)
     expected = macs_by_torch(model, SHAPE)
-    assert found["uncounted"] == []
-    assert found["macs"] == sum(layer["macs"] for layer in found["layers"]) == expected
-    assert found["macs_kept"] == found["macs"]
-    assert found["parameters"] == found["parameters_kept"] == sum(p.numel() for p in model.parameters())
-    assert found["bytes_dense"] == found["bytes_sparse"] == 4 * found["parameters"]
+    assert costs["uncounted"] == []
+    assert costs["macs"] == sum(layer["macs"] for layer in costs["layers"]) == expected
+    assert costs["macs_kept"] == costs["macs"]
+    assert costs["parameters"] == costs["parameters_kept"] == sum(p.numel() for p in model.parameters())
+    assert costs["bytes_dense"] == costs["bytes_sparse"] == 4 * costs["parameters"]
 
 
 def test_resnet18_on_cifar() -> None:
-    found = cost(models.build("resnet18", num_classes=10, shape=(3, 32, 32)), (3, 32, 32))
-    assert found["macs"] == 555_422_720
-    assert [layer["name"] for layer in found["layers"]][:2] == ["conv1.weight", "layer1.0.conv1.weight"]
+    costs = cost(models.build("resnet18", num_classes=10, shape=(3, 32, 32)), (3, 32, 32))
+    assert costs["macs"] == 555_422_720
+    assert [layer["name"] for layer in costs["layers"]][:2] == ["conv1.weight", "layer1.0.conv1.weight"]
 
 
 @settings(max_examples=20, deadline=None)
@@ -75,11 +75,11 @@ def test_any_convolution(
     shape = (channels * groups, 9, 10)
     model = kind(shape[0], 2 * groups, kernel, stride, padding, groups=groups, dilation=dilation)
     mask = torch.rand(model.weight.shape) < keep
-    found = cost(model, shape, {"weight": mask})
-    assert found["macs"] == macs_by_torch(model, shape)
-    positions = found["macs"] // model.weight.numel()
-    assert positions * model.weight.numel() == found["macs"]
-    assert found["macs_kept"] == positions * int(mask.sum())
+    costs = cost(model, shape, {"weight": mask})
+    assert costs["macs"] == macs_by_torch(model, shape)
+    positions = costs["macs"] // model.weight.numel()
+    assert positions * model.weight.numel() == costs["macs"]
+    assert costs["macs_kept"] == positions * int(mask.sum())
 
 
 def test_kept_macs_by_zeroed_weights_one_at_a_time() -> None:
@@ -93,10 +93,10 @@ def test_kept_macs_by_zeroed_weights_one_at_a_time() -> None:
 
 def test_a_transformer_by_hand() -> None:
     """Torch's counter does not know all kernels of attention."""
-    found = cost(build("transformer"), SHAPE)
+    costs = cost(build("transformer"), SHAPE)
     tokens = 5
-    assert found["macs"] == 4 * 16 * 48 + tokens * (3 * 256 + 256 + 2 * 512) + 16 * 4
-    assert found["uncounted"] == ["token", "position"]
+    assert costs["macs"] == 4 * 16 * 48 + tokens * (3 * 256 + 256 + 2 * 512) + 16 * 4
+    assert costs["uncounted"] == ["token", "position"]
 
 
 def test_packed_attention_counts_the_kept_rows_of_query_key_and_value() -> None:
@@ -112,8 +112,8 @@ def test_packed_attention_counts_the_kept_rows_of_query_key_and_value() -> None:
     mask = torch.zeros(24, 8, dtype=torch.bool)
     mask[:8, 0] = True  # queries: one position
     mask[16:, :2] = True  # values: three positions
-    found = cost(Cross(), (3, 2, 4), {"attention.in_proj_weight": mask})
-    rows = {layer["name"]: (layer["macs"], layer["macs_kept"]) for layer in found["layers"]}
+    costs = cost(Cross(), (3, 2, 4), {"attention.in_proj_weight": mask})
+    rows = {layer["name"]: (layer["macs"], layer["macs_kept"]) for layer in costs["layers"]}
     assert rows["attention.in_proj_weight"] == (64 + 3 * 64 + 3 * 64, 8 + 3 * 16)
     assert rows["attention.out_proj.weight"] == (64, 64)
 
@@ -122,23 +122,23 @@ def test_masks_parameters_and_bytes() -> None:
     model = build("conv")
     masks = {"classifier.0.weight": torch.zeros(16, 64, dtype=torch.bool)}
     masks["classifier.0.weight"][0, :10] = True
-    found = cost(model, SHAPE, masks)
+    costs = cost(model, SHAPE, masks)
     gone = 16 * 64 - 10
-    assert found["macs"] - found["macs_kept"] == gone
-    assert found["parameters"] - found["parameters_kept"] == gone
-    assert found["bytes_dense"] - found["bytes_sparse"] == 4 * 16 * 64 - 8 * 10
+    assert costs["macs"] - costs["macs_kept"] == gone
+    assert costs["parameters"] - costs["parameters_kept"] == gone
+    assert costs["bytes_dense"] - costs["bytes_sparse"] == 4 * 16 * 64 - 8 * 10
     half = {"classifier.0.weight": torch.arange(16 * 64).reshape(16, 64) % 8 != 0}
-    assert cost(model, SHAPE, half)["bytes_sparse"] == found["bytes_dense"]  # with indices it would be larger
+    assert cost(model, SHAPE, half)["bytes_sparse"] == costs["bytes_dense"]  # with indices it would be larger
 
 
 def test_without_masks_zeros_are_pruned() -> None:
     model = build("residual")
     with torch.no_grad():
         model.get_parameter("conv2.weight")[:4] = 0
-    found = cost(model, SHAPE)
+    costs = cost(model, SHAPE)
     masks = {name: weight != 0 for name, weight in model.named_parameters() if weight.ndim > 1}
-    assert found == cost(model, SHAPE, masks)
-    rows = {layer["name"]: layer for layer in found["layers"]}
+    assert costs == cost(model, SHAPE, masks)
+    rows = {layer["name"]: layer for layer in costs["layers"]}
     assert rows["conv2.weight"]["macs_kept"] == rows["conv2.weight"]["macs"] * 3 // 4
 
 
@@ -184,10 +184,10 @@ def test_what_does_not_fit_together() -> None:
 
 
 def test_a_tied_weight_is_one_layer_with_the_macs_of_both_uses() -> None:
-    found = cost(build("tied"), SHAPE)
-    rows = {layer["name"]: layer["macs"] for layer in found["layers"]}
+    costs = cost(build("tied"), SHAPE)
+    rows = {layer["name"]: layer["macs"] for layer in costs["layers"]}
     assert rows["up.weight"] == 2 * 24 * 24 and "down.weight" not in rows
-    assert math.isclose(found["macs"], 192 * 24 + 2 * 24 * 24 + 24 * 4)
+    assert math.isclose(costs["macs"], 192 * 24 + 2 * 24 * 24 + 24 * 4)
 
 
 def test_attention_with_queries_keys_and_values_of_different_widths() -> None:

@@ -1,4 +1,4 @@
-"""Apportionment under any cost: within the budget, maximal, within limits, whole steps, deterministic."""
+"""Rounding under any cost: within the budget, maximal, within limits, whole steps, deterministic."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -86,15 +86,15 @@ def test_every_strategy_under_any_cost(units: Priced, share: float, strategy: st
 
 @settings(max_examples=60, deadline=None)
 @given(units=priced(), data=st.data())
-def test_a_wish_that_costs_just_the_budget_is_granted(units: Priced, data: st.DataObject) -> None:
-    wish = []
+def test_desired_counts_that_cost_just_the_budget_are_kept(units: Priced, data: st.DataObject) -> None:
+    desired = []
     for layer, low in enumerate(units.lower):
         possible = [c for c in range(low, units.upper[layer] + 1)
                     if c % units.steps[layer] == 0 or c == units.sizes[layer]]  # fmt: skip
-        wish.append(data.draw(st.sampled_from(possible)))
-    found = nearest(wish, units, units.spend(wish))
-    check(units, found, units.spend(wish))
-    assert all(a >= b for a, b in zip(found, wish, strict=True)) and units.spend(found) == units.spend(wish)
+        desired.append(data.draw(st.sampled_from(possible)))
+    counts = nearest(desired, units, units.spend(desired))
+    check(units, counts, units.spend(desired))
+    assert all(a >= b for a, b in zip(counts, desired, strict=True)) and units.spend(counts) == units.spend(desired)
 
 
 def test_equal_rates_stay_equal_and_remainders_decide() -> None:
@@ -102,9 +102,9 @@ def test_equal_rates_stay_equal_and_remainders_decide() -> None:
     units.upper, units.pairs, units.singles = [100] * 3, np.zeros((3, 3)), np.array([7.0, 3.0, 1.0])
     assert nearest([50, 50, 50], units, 11 * 40) == [40, 40, 40]
     assert nearest([50, 50, 50], units, 11 * 40 + 4) == [40, 41, 41]
-    assert nearest([50, 50, 50], units, 11 * 40 + 2) == [40, 40, 42]  # the dear ones don't fit
-    assert nearest([0, 0, 1], units, 7 + 3 + 90) == [1, 1, 90]  # nobody is wished less than the least
-    assert nearest([0, 0, 1], units, 7 + 3 + 100 + 12) == [2, 2, 100]  # what is full leaves the rest to the others
+    assert nearest([50, 50, 50], units, 11 * 40 + 2) == [40, 40, 42]  # the expensive ones don't fit
+    assert nearest([0, 0, 1], units, 7 + 3 + 90) == [1, 1, 90]  # no layer gets less than the least
+    assert nearest([0, 0, 1], units, 7 + 3 + 100 + 12) == [2, 2, 100]  # full layers leave the rest to the others
 
 
 def test_thresholds_are_global_and_the_best_come_first() -> None:
@@ -113,7 +113,7 @@ def test_thresholds_are_global_and_the_best_come_first() -> None:
     scores = [np.array([0.9, 0.8, 0.1, 0.05]), np.array([0.7, 0.6, 0.5, 0.4])]
     assert highest(scores, units, 24) == [2, 4]
     assert highest(scores, units, 21) == [2, 1]
-    assert highest(scores, units, 19) == [1, 4]  # the second of the dear layer does not fit: the cheap ones do
+    assert highest(scores, units, 19) == [1, 4]  # the second of the expensive layer does not fit: the cheap ones do
     assert highest(scores, units, 44) == [4, 4]
     ties = [np.full(4, 0.5), np.full(4, 0.5)]
     assert highest(ties, units, 23) == [2, 3]  # of equal scores the first layer's
@@ -122,13 +122,13 @@ def test_thresholds_are_global_and_the_best_come_first() -> None:
 def test_the_last_step_goes_to_the_most_urgent_not_to_the_first() -> None:
     units = Priced([100, 100, 100], [1, 1, 1], [0.0] * 5, 0)
     units.upper, units.pairs, units.singles = [100] * 3, np.zeros((3, 3)), np.array([7.0, 1.0, 1.0])
-    # The factor stops at 0.81, where the dear layer would take its next step: wishes of 40.18 and 40.42 are left.
+    # The factor stops at 0.81, where the expensive layer would take its next step; the others want 40.18 and 40.42.
     assert nearest([50, 49.6, 49.9], units, 9 * 40 + 1) == [40, 40, 41]
     assert nearest([50, 49.9, 49.6], units, 9 * 40 + 1) == [40, 41, 40]
     units.sizes, units.upper = [3] * 3, [3] * 3
-    dear, low, high = np.array([0.9, 0.8, 0.1]), np.array([0.7, 0.2, 0.1]), np.array([0.6, 0.3, 0.1])
-    assert highest([dear, low, high], units, 9 + 1) == [1, 1, 2]
-    assert highest([dear, high, low], units, 9 + 1) == [1, 2, 1]
+    costly, low, high = np.array([0.9, 0.8, 0.1]), np.array([0.7, 0.2, 0.1]), np.array([0.6, 0.3, 0.1])
+    assert highest([costly, low, high], units, 9 + 1) == [1, 1, 2]
+    assert highest([costly, high, low], units, 9 + 1) == [1, 2, 1]
 
 
 def test_scaled_counts_cost_the_total_to_the_digit() -> None:
@@ -152,14 +152,14 @@ def test_steps_are_kept_up_to_the_whole_layer() -> None:
 
 def test_erdos_renyi_rates_of_channels_follow_size_and_fan_in() -> None:
     units = Channels(cases.build("conv"), cases.batch()[0])
-    wish = [(8 + 72) / 72, (16 + 64) / 64, (16 + 16) / 16]
+    desired = [(8 + 72) / 72, (16 + 64) / 64, (16 + 16) / 16]
     total = units.total(0.1)
-    assert allocation.erk(units, total) == nearest(wish, units, total) != nearest(units.sizes, units, total)
-    wishes = allocation.PROPORTIONS["erk"](units, total)
-    assert [wished / wishes[0] for wished in wishes] == pytest.approx([wished / wish[0] for wished in wish])
+    assert allocation.erk(units, total) == nearest(desired, units, total) != nearest(units.sizes, units, total)
+    proportions = allocation.PROPORTIONS["erk"](units, total)
+    assert [count / proportions[0] for count in proportions] == pytest.approx([count / desired[0] for count in desired])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_totals_outside_the_limits_are_refused() -> None:
     units = cases.Filters(cases.build("conv"))
     for total in (units.spend([1, 1, 1]) - 1, units.size + 1):
         with pytest.raises(BudgetError, match="outside the layers' limits"):

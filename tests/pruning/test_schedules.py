@@ -16,7 +16,7 @@ from harp.pruning import schedules
     ],
 )
 def test_a_schedule_is_a_function_of_progress(part: dict[str, object], factors: list[float]) -> None:
-    schedule = schedules.made(part)
+    schedule = schedules.from_recipe(part)
     assert [schedule(progress) for progress in (0, 0.25, 0.5, 1)] == pytest.approx(factors, abs=1e-5)
 
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from harp.pruning import macs
 from harp.pruning import masks as mask_ops
 from harp.pruning.channels import Channels, price
-from harp.pruning.channels.verify import difference, shaken
+from harp.pruning.channels.verify import difference, perturbed
 
 aten = torch.ops.aten
 DENSITIES = (0.9, 0.5, 0.2, 0.0)  # at 0 every space keeps a single channel
@@ -36,11 +36,11 @@ def check(
     densities: Sequence[float] = DENSITIES,
     functional: bool = False,
 ) -> Checked:
-    """Prune a model with random weights and statistics at random, cut it out, and hold the two against each other.
+    """Prune channels of a model at random, with random weights and statistics, and compare the cut network with it.
 
     `functional`: some weights are used by functions, which `macs.py` doesn't see; otherwise its count must agree.
     """
-    model = shaken(model)
+    model = perturbed(model)
     units = Channels(model, example)
     generator = torch.Generator().manual_seed(0)
     gap = 0.0
@@ -70,12 +70,12 @@ def predicted(units: Channels, budget: str, kept: Sequence[int]) -> int:
 
 def draw(units: Channels, density: float, generator: torch.Generator) -> list[Tensor]:
     """Random masks of about this density, at least one channel a space and another number in each."""
-    found = []
+    masks = []
     for size in units.sizes:
         wanted = density * size + 2 * float(torch.rand((), generator=generator)) - 1 if density else 1
         kept = torch.randperm(size, generator=generator)[: max(1, min(size, round(wanted)))]
-        found.append(torch.zeros(size, dtype=torch.bool).scatter(0, kept, True))
-    return found
+        masks.append(torch.zeros(size, dtype=torch.bool).scatter(0, kept, True))
+    return masks
 
 
 def multiplications(model: nn.Module, image: Tensor) -> int:

@@ -304,7 +304,7 @@ class Run:
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
                 optimizer=build.optimizer(settings),
-                schedule=schedules.made(settings.schedule),
+                schedule=schedules.from_recipe(settings.schedule),
                 accumulate=stage.accumulate,
                 seed=seed,
                 validate=partial(self.validate, objective),

@@ -74,7 +74,7 @@ SCHEDULES: dict[str, Callable[..., Shape]] = {
 }
 
 
-def made(part: Mapping[str, Any]) -> Shape:
+def from_recipe(part: Mapping[str, Any]) -> Shape:
     """The schedule that a recipe describes: its name and its options."""
     options = dict(part)
     return SCHEDULES[options.pop("name")](**options)

@@ -46,7 +46,9 @@ class LabelledRun:
         """Lock the channels of the model's output."""
         leaves = [leaf for leaf in tensors_of(answer) if leaf.is_floating_point()]
         if not leaves:
-            raise ModelError(f"{type(self.model).__name__} answers no tensor of numbers: channels can't be tried on it")
+            raise ModelError(
+                f"{type(self.model).__name__} returns no floating-point tensor: its channels can't be traced"
+            )
         self.lock(leaves, "the model's output")
 
     def result(self, trains_more: bool) -> Trace:
@@ -138,7 +140,7 @@ class LabelledRun:
         """Lock atoms whose partner in an operation has no channels."""
         unpaired = (partners <= 0) & (atoms > 0)
         for label in torch.unique(partners[unpaired]).tolist():
-            reason = self.voids[-label - 1] if label < 0 else f"{where} takes a constant beside it"
+            reason = self.voids[-label - 1] if label < 0 else f"{where} combines it with a constant"
             self.atoms.lock(atoms[unpaired & (partners == label)], reason)
 
     def unite(self, atoms: Tensor, partners: Tensor, where: str) -> None:

@@ -105,7 +105,7 @@ def remove_dead(model: nn.Module, example: Tensor, masks: Mapping[str, Tensor] |
         small,
         {name: weights[name].detach() != 0 for name in names},
         cut,
-        **{reason: Gone(search.channels[reason], search.weights[reason]) for reason in _REASONS},
+        **{reason: Gone(int((search.reason == i).sum()), search.weights[i]) for i, reason in enumerate(_REASONS)},
         padded=search.padded,
         stuck=search.stuck,
         parameters=(_size(model), _size(small)),
@@ -138,28 +138,29 @@ class _Search:
             name: of_weight for name, of_weight in readings(model, example).items() if len(of_weight) == uses[name]
         }
         self.targets = {name: target for name in self.readings if (target := self._target(name))}
-        self.gone = self.places.none()
         self.biases: list[str] = []  # the new ones
-        self.reasons: list[str | None] = [None] * len(self.gone)
-        self.channels: Counter[str | None] = Counter()
-        self.weights: Counter[str] = Counter()
+        self.reason = torch.full((len(self.places.atoms),), -1)  # why each channel was removed, -1 if it was not
+        self.weights = [0] * len(_REASONS)  # the numbers of weights that were removed for each reason
         self.left = self._count()
         self.padded = self.stuck = 0
+
+    @property
+    def gone(self) -> Tensor:
+        """The channels that were removed, as flags."""
+        return self.reason >= 0
 
     def run(self) -> None:
         """Remove channels until none is left that can be removed."""
         while True:
             states = self._states()
-            removable = {reason: states[reason] & ~self.gone for reason in ("unread", "zero", "folded")}
-            if not any(bool(flags.any()) for flags in removable.values()):
-                removable = {"merged": self._merge(states["padded"] & ~self.gone)}
-            reason = next((reason for reason, flags in removable.items() if bool(flags.any())), None)
-            if reason is None:
+            removable = [states[reason] & ~self.gone for reason in ("unread", "zero", "folded")]
+            if not any(bool(flags.any()) for flags in removable):
+                removable.append(self._merge(states["padded"] & ~self.gone))
+            number = next((number for number, flags in enumerate(removable) if bool(flags.any())), None)
+            if number is None:
                 break
-            self._remove(removable[reason], reason)
-        spared = self.gone & ~self.places.spare(self.gone)
-        self.gone &= ~spared
-        self.channels = Counter(reason for reason, left in zip(self.reasons, spared.tolist(), strict=True) if not left)
+            self._remove(removable[number], number)
+        self.reason[self.gone & ~self.places.spare(self.gone)] = -1
         self.padded, self.stuck = (int((states[reason] & ~self.gone).sum()) for reason in ("padded", "stuck"))
 
     def cut(self) -> Cut:
@@ -199,17 +200,15 @@ class _Search:
             "stuck": constant & stuck,
         }
 
-    def _remove(self, channels: Tensor, reason: str) -> None:
-        """Set the weights of these channels to zero, and count what is removed for a reason."""
-        if reason in ("folded", "merged"):
+    def _remove(self, channels: Tensor, number: int) -> None:
+        """Set the weights of these channels to zero, and count the weights that are removed for a reason."""
+        if _REASONS[number] in ("folded", "merged"):
             self._fold(channels)
         for place in (*self.places.readers, *self.places.givers):
             place.clear(self.weights_of[place.name], channels)
-        self.gone |= channels
-        flags = channels.tolist()
-        self.reasons = [reason if removed else old for old, removed in zip(self.reasons, flags, strict=True)]
+        self.reason[channels] = number
         left = self._count()
-        self.weights[reason] += self.left - left
+        self.weights[number] += self.left - left
         self.left = left
 
     def _count(self) -> int:

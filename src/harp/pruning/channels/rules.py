@@ -250,7 +250,7 @@ def _align(run: LabelledRun, labels: Tensor, weight: Tensor) -> bool:
         pairs = set(zip(one.tolist(), other.tolist(), strict=True))
         if varying(axis) and len(pairs) == len(torch.unique(one)):  # every channel meets one index
             run.atoms.join(one, other)
-            run.atoms.lock(other[one <= 0], "belongs to what is no channel")
+            run.atoms.lock(other[one <= 0], "belongs to entries without channels")
             return True
     return False
 
@@ -304,7 +304,7 @@ def _bind(run: LabelledRun, reads: Tensor, read: Tensor, site: tuple[str, int], 
     """Join the input axis of a weight with the channels that it reads."""
     run.unite(reads, read, where)
     if site[0] not in run.parameters:
-        run.atoms.lock(reads, f"{where} reads it by a buffer, which no mask is for")
+        run.atoms.lock(reads, f"{where} reads it with a buffer, which has no mask")
     run.reads.add(site)
 
 
@@ -314,7 +314,7 @@ def _attach(run: LabelledRun, tensor: Tensor, channels: Tensor) -> None:
     if is_vector and id(tensor) in run.origin:
         vector = run.labels(tensor)
         run.unite(channels, vector, "a bias or scale")
-        run.atoms.lock(vector[channels <= 0], "belongs to what is no channel")
+        run.atoms.lock(vector[channels <= 0], "belongs to entries without channels")
     else:
         run.atoms.lock(channels, "its bias or scale is computed")
 
@@ -322,28 +322,27 @@ def _attach(run: LabelledRun, tensor: Tensor, channels: Tensor) -> None:
 def matrix_product(run: LabelledRun, call: Call) -> None:
     """A linear layer: rows of features times a weight, or a weight times features in columns."""
     *bias, left, right = call.args
-    if run.is_matrix(left) == run.is_matrix(right):
-        if id(left) in run.origin or id(right) in run.origin:  # a weight that is computed
-            outputs = torch.zeros(call.result.shape[1], dtype=torch.long)
-            run.computed.append(Use("", call.result.shape[0], 1, left.shape[1], outputs))
-        raise NoRule
-    if run.is_matrix(right):
+    axis, gives = 0, None
+    if run.is_matrix(right) and not run.is_matrix(left):
         axis, gives = 1, _linear(run, left, 1, right, 0, call)
-    else:
-        axis, gives = 0, _linear(run, right, 0, left, 1, call)
-    if bias and axis == 0:
+    elif run.is_matrix(left) and not run.is_matrix(right):
+        gives = _linear(run, right, 0, left, 1, call)
+    if gives is None and (id(left) in run.origin or id(right) in run.origin):  # a weight that is computed
+        outputs = torch.zeros(call.result.shape[1], dtype=torch.long)
+        run.computed.append(Use("", call.result.shape[0], 1, left.shape[1], outputs))
+    if gives is None or (bias and axis == 0):
         raise NoRule
     if bias:
         _attach(run, bias[0], gives)
     run.give(call.result, along(gives, axis, call.result.shape))
 
 
-def _linear(run: LabelledRun, x: Tensor, features: int, weight: Tensor, side: int, call: Call) -> Tensor:
-    """Let one side of a matrix read the features of an activation; the atoms of the features that it writes."""
-    name = run.origin.get(id(weight), "computed")
+def _linear(run: LabelledRun, x: Tensor, features: int, weight: Tensor, side: int, call: Call) -> Tensor | None:
+    """Let one side of a matrix read features; the atoms of the features that it writes, None if it is reshaped."""
     reads, gives = _axis_of(run.record(weight), side), _axis_of(run.record(weight), 1 - side)
+    name = run.origin.get(id(weight), "computed")
     if reads is None or gives is None or reads is gives or name == "computed":
-        raise NoRule
+        return None
     read_ids, given_ids = reads.select(1 - side, 0).contiguous(), gives.select(side, 0).contiguous()
     site = next((n, a) for (n, a), ids in run.axes.items() if n == name and bool(torch.isin(read_ids[:1], ids)))
     _bind(run, read_ids, run.channels(x, features, run.where(call)), site, run.where(call))

@@ -32,7 +32,7 @@ _Floats = npt.NDArray[np.float64]
 class Channels:
     """Whole channels of a model, under a budget of FLOPs, MACs, parameters, memory or time.
 
-    The model is run on `example` to follow its channels. Channels that must live or die together are one unit, and
+    The model is run on `example` to follow its channels. Channels that can only be removed together are one unit, and
     what can't be pruned safely is left whole: `whole` says what, and why.
 
     Arguments:

@@ -1,8 +1,8 @@
 """Verification: the channels that tracing has found are cut out of a copy of the model before they count as prunable.
 
-Channels of every space are cut out of a copy with shaken weights, and its answer must be that of a copy in which they
-are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with the
-line of the model where it failed. A number that a module stores and that should shrink too (the number of attention
+Channels of every space are cut out of a copy with perturbed weights, and its output must be that of a copy in which
+they are only masked. A space that fails, because forward reshapes by fixed numbers for instance, is left whole, with
+the line of the model where it failed. A number that a module stores and that should shrink too (the number of attention
 heads) is found here as well, by trying.
 
 A cut that passes once could pass by luck, so there are four. Every channel is removed in one of the first two, which
@@ -32,19 +32,19 @@ _KNOWN = {"in_channels", "out_channels", "in_features", "out_features", "num_fea
 
 
 class Trial:
-    """A model's shaken copy, on which cuts are tried."""
+    """A model's perturbed copy, on which cuts are tried."""
 
     def __init__(self, model: nn.Module, example: Tensor, trace: Trace) -> None:
         self.trace = trace
         self.passed: list[Space] = []  # the spaces of the last cuts that passed
-        self.model = shaken(model)
+        self.model = perturbed(model)
         generator = torch.Generator().manual_seed(0)
         like = next(p for p in self.model.parameters() if p.is_floating_point())
         self.images = torch.rand((1, *example.shape[1:]), generator=generator).to(like)
-        if not self._runs_calibrated():  # roots and logarithms of weights can't be shaken
+        if not self._runs_calibrated():  # roots and logarithms of weights bear no noise
             self.model = copied(model).eval()
             if not _finite(self._ask(self.model)):
-                raise ModelError(f"{type(model).__name__} answers NaN or infinity: channels can't be tried on it")
+                raise ModelError(f"{type(model).__name__} returns NaN or infinity: its channels can't be verified")
 
     @torch.no_grad()
     def _runs_calibrated(self) -> bool:
@@ -133,8 +133,8 @@ class Trial:
                 expected = self._ask(self.model)
             if not difference(answer, expected) <= TOLERANCE:
                 where = next(self._placing([atom for space in spaces for atom in space.atoms]), None)
-                cause = f": {where} counts on its place among the others" if where else ""
-                return f"without it the answer changes{cause}"
+                cause = f": {where} depends on its position" if where else ""
+                return f"without it the output changes{cause}"
         self.passed = list(spaces)
         return None
 
@@ -216,7 +216,7 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def shaken(model: nn.Module) -> nn.Module:
+def perturbed(model: nn.Module) -> nn.Module:
     """A copy in eval mode with a little noise on all weights, so that no branch is silent, as fresh ones can be."""
     twin = copied(model).eval()
     generator = torch.Generator().manual_seed(0)
