@@ -104,7 +104,7 @@ class Encoded(Source):
         images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]
         count, needed = sum(map(len, images)), sum(part.numel() for part in images)
         if not is_streamed(needed, stream, margin):
-            memory = _memory_size()
+            memory = memory_size()
             if memory is not None and needed > memory:
                 # An allocation beyond the memory often succeeds, and kills the process later.
                 wanted = f"{count:,} images at size {side} need {needed / 1e9:.1f} GB"
@@ -127,12 +127,12 @@ def is_streamed(needed: int, stream: bool | None, margin: float | None) -> bool:
     They do if `stream` says so, with a `margin` (because stored images are cropped differently each time), or if they
     would take more than a quarter of the machine's memory.
     """
-    memory = _memory_size()
+    memory = memory_size()
     large = memory is not None and needed > memory * _SHARE
     return margin is not None or bool(stream) or (stream is None and large)
 
 
-def _memory_size() -> int | None:
+def memory_size() -> int | None:
     """The machine's memory in bytes, where the system reports it."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
