@@ -212,27 +212,27 @@ def test_images_of_a_dead_worker_are_decoded_in_the_training_process(
 ) -> None:
     expected = list(Batches(streamed.train, 2, seed=1)(0))
     batches = Batches(streamed.train, 2, seed=1, workers=1)
-    found = []
+    received = []
     with caplog.at_level(logging.WARNING, "harp"):
         for number, pair in enumerate(batches(0)):
-            found.append(pair)
+            received.append(pair)
             if number == 2:
                 os.kill(worker(), signal.SIGKILL)
-    assert len(found) == len(expected)
-    assert all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(found, expected, strict=True))
+    assert len(received) == len(expected)
+    assert all(torch.equal(x, u) and torch.equal(y, v) for (x, y), (u, v) in zip(received, expected, strict=True))
     assert "a loading process died" in caplog.text
     assert len(list(batches(1))) == 15  # by new workers
 
 
 def test_workers_ignore_signals_that_the_training_handles(streamed: DataSet, worker: Callable[[], int]) -> None:
     batches = Batches(streamed.train, 2, seed=1, workers=1)
-    found = []
+    received = []
     for number, pair in enumerate(batches(0)):
-        found.append(pair)
+        received.append(pair)
         if number == 1:
             for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
                 os.kill(worker(), getattr(signal, name))
-    assert len(found) == 15
+    assert len(received) == 15
     os.kill(worker(), 0)  # still there
     pid = worker()
     del batches
@@ -253,8 +253,8 @@ from harp.data.registry import load
 
 if __name__ == "__main__":
     batches = Batches(load("folder", sys.argv[1], 8, stream=True).train, 2, workers=2)
-    found = batches(0)
-    next(found)
+    received = batches(0)
+    next(received)
     print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
     time.sleep(100)
 """

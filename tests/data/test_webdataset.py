@@ -26,16 +26,16 @@ def test_shards_hold_the_same_images(tmp_path: Path) -> None:
     pillow.open(io.BytesIO(encoded(5))).save(source / "train/class0/other.bmp")
     written = write_shards(source, tmp_path / "out", count=8)
     assert (written.images, written.shards, written.undecodable) == (39, 4 + 1, [])
-    found, expected = load("shards", tmp_path / "out", 8), load("folder", source, 8)
-    assert found.classes == expected.classes
-    assert torch.equal(found.test.images, expected.test.images)
-    assert torch.equal(found.test.labels, expected.test.labels)
+    shards, expected = load("shards", tmp_path / "out", 8), load("folder", source, 8)
+    assert shards.classes == expected.classes
+    assert torch.equal(shards.test.images, expected.test.images)
+    assert torch.equal(shards.test.labels, expected.test.labels)
     first, second = (
         sorted(zip(each.train.labels.tolist(), each.train.images.flatten(1).tolist(), strict=True))
-        for each in (found, expected)
+        for each in (shards, expected)
     )
     assert first == second
-    assert found.train.labels.tolist() != sorted(found.train.labels.tolist())  # shuffled
+    assert shards.train.labels.tolist() != sorted(shards.train.labels.tolist())  # shuffled
 
 
 def test_an_interrupted_command_writes_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
