@@ -236,8 +236,8 @@ def test_cifar_binary_names_the_size() -> None:
 def test_archive(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     archive(path, {"./d/one": b"1", "d/other": b"x" * 5000, "d/two": b"22"})
-    found = read_archive(path, ["d/one", "d/two"])
-    assert {name: payload.data for name, payload in found.items()} == {"d/one": b"1", "d/two": b"22"}
+    members = read_archive(path, ["d/one", "d/two"])
+    assert {name: payload.data for name, payload in members.items()} == {"d/one": b"1", "d/two": b"22"}
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.tar.gz"]
     with pytest.raises(DataError, match="no d/three in the archive"):
         read_archive(path, ["d/one", "d/three"])
@@ -345,9 +345,9 @@ class ImageFolder(NamedTuple):
 
 def read_image_folder(root: Path, size: int) -> ImageFolder:
     """All images of a folder in memory."""
-    found = load("folder", root, size, stream=False)
-    arrays = (tensor.numpy() for split in (found.train, found.test) for tensor in (split.images, split.labels))
-    return ImageFolder(*arrays, found.classes)
+    folder = load("folder", root, size, stream=False)
+    arrays = (tensor.numpy() for split in (folder.train, folder.test) for tensor in (split.images, split.labels))
+    return ImageFolder(*arrays, folder.classes)
 
 
 def test_image_folder(tmp_path: Path) -> None:
@@ -361,14 +361,14 @@ def test_image_folder(tmp_path: Path) -> None:
     (tmp_path / "train/.hidden").mkdir()
     (tmp_path / "val/cat").mkdir(parents=True)
     pillow.new("L", (5, 9), 7).save(tmp_path / "val/cat/grey.jpg")
-    found = read_image_folder(tmp_path, 4)
-    assert found.classes == ("ape", "cat")
-    assert found.train_labels.tolist() == [0, 1, 1]
-    assert found.train_images.shape == (3, 3, 4, 4)
-    assert np.array_equal(found.train_images[0], exact.transpose(2, 0, 1))
-    assert found.train_images[1, :, 0, 0].tolist() == [10, 20, 30]
-    assert found.test_labels.tolist() == [1]
-    assert np.all(found.test_images == 7)
+    folder = read_image_folder(tmp_path, 4)
+    assert folder.classes == ("ape", "cat")
+    assert folder.train_labels.tolist() == [0, 1, 1]
+    assert folder.train_images.shape == (3, 3, 4, 4)
+    assert np.array_equal(folder.train_images[0], exact.transpose(2, 0, 1))
+    assert folder.train_images[1, :, 0, 0].tolist() == [10, 20, 30]
+    assert folder.test_labels.tolist() == [1]
+    assert np.all(folder.test_images == 7)
 
 
 def test_image_folder_keeps_the_centre(tmp_path: Path) -> None:
@@ -387,8 +387,8 @@ def test_image_folder_of_tiny_imagenet(tmp_path: Path) -> None:
     paint(tmp_path / "val/images/val_0.png", 4, 4)
     paint(tmp_path / "test/images/test_0.png", 4, 4)  # published without labels
     (tmp_path / "val/val_annotations.txt").write_text("val_0.png\tn02\t0\t0\t62\t62\n")
-    found = read_image_folder(tmp_path, 4)
-    assert found.test_labels.tolist() == [1]
+    folder = read_image_folder(tmp_path, 4)
+    assert folder.test_labels.tolist() == [1]
     (tmp_path / "val/val_annotations.txt").write_text("../../secret.png\tn02\n")
     with pytest.raises(DataError, match="line 1"):
         read_image_folder(tmp_path, 4)

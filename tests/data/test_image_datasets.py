@@ -79,11 +79,11 @@ def make_kit(root: Path, *, archive: bool) -> None:
 
 def images_of(data: Any) -> dict[str, tuple[int, list[int]]]:
     """Label and pixels by the file's name, of both parts."""
-    found = {}
+    images = {}
     for split in (data.train, data.test):
         for row, place in enumerate(split.images.places(torch.arange(len(split)))):
-            found[Path(place.name).name] = int(split.labels[row]), split.images[row].flatten().tolist()
-    return found
+            images[Path(place.name).name] = int(split.labels[row]), split.images[row].flatten().tolist()
+    return images
 
 
 def test_imagenet_is_the_same_in_every_layout(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_imagenet_is_the_same_in_every_layout(tmp_path: Path) -> None:
     tar(archives / "ILSVRC2012_img_val.tar", members)
     make_kit(archives, archive=True)
     for root in (tmp_path / "flat", archives, archives):  # the second time from the cached index
-        found = load("imagenet", root, 16, margin=256 / 224)
-        assert images_of(found) == known
-        assert found.classes == ("tench", "crane (n01443537)", "crane (n02012849)")
-        assert "12 + 6 images of 3 classes" in found.source
+        data_set = load("imagenet", root, 16, margin=256 / 224)
+        assert images_of(data_set) == known
+        assert data_set.classes == ("tench", "crane (n01443537)", "crane (n02012849)")
+        assert "12 + 6 images of 3 classes" in data_set.source
     assert len(list(archives.glob(".harp-index-*.npz"))) == 2
     assert load("imagenet", folders, stream=True).shape == (3, 224, 224)
 
@@ -188,14 +188,14 @@ def test_tiny_imagenet(tmp_path: Path) -> None:
     (root / "test/images/test_0.JPEG").write_bytes(encoded(8, 64, 64))
     (root / "wnids.txt").write_text("\n".join(SYNSETS[1::-1]))
     (root / "words.txt").write_text("n01440764\ttench, Tinca tinca\nn01443537\tgoldfish, Carassius auratus\n")
-    found = load("tiny-imagenet", tmp_path)
-    assert (found.shape, found.classes) == ((3, 64, 64), ("tench", "goldfish"))
-    assert found.test.labels.tolist() == [1] and len(found.train) == 6
+    data_set = load("tiny-imagenet", tmp_path)
+    assert (data_set.shape, data_set.classes) == ((3, 64, 64), ("tench", "goldfish"))
+    assert data_set.test.labels.tolist() == [1] and len(data_set.train) == 6
     lazy = load("tiny-imagenet", root, stream=True)
-    assert torch.equal(lazy.train.images[:], found.train.images)
+    assert torch.equal(lazy.train.images[:], data_set.train.images)
     sorted_out = root / "val" / SYNSETS[1]  # a usual layout, with the list still there
     (root / "val/images").rename(sorted_out)
-    assert torch.equal(load("tiny-imagenet", tmp_path).test.images, found.test.images)
+    assert torch.equal(load("tiny-imagenet", tmp_path).test.images, data_set.test.images)
     (root / "val/val_annotations.txt").unlink()
     assert load("tiny-imagenet", tmp_path).test.labels.tolist() == [1]
     with pytest.raises(DataError, match="tiny-imagenet: no train and val in"):
@@ -221,18 +221,18 @@ def make_shards(root: Path) -> None:
 
 def test_shards(tmp_path: Path) -> None:
     make_shards(tmp_path)
-    found = load("shards", tmp_path, 8, stream=True)
-    assert (len(found.train), found.classes) == (8, ("0", "1", "2"))
-    assert found.train.labels.tolist() == [0, 1, 2, 0] * 2
-    assert found.test.labels.tolist() == [2, 0]
+    data_set = load("shards", tmp_path, 8, stream=True)
+    assert (len(data_set.train), data_set.classes) == (8, ("0", "1", "2"))
+    assert data_set.train.labels.tolist() == [0, 1, 2, 0] * 2
+    assert data_set.test.labels.tolist() == [2, 0]
     (tmp_path / "loose/train/c").mkdir(parents=True)
     (tmp_path / "loose/test/c").mkdir(parents=True)
     (tmp_path / "loose/train/c/1.jpg").write_bytes(encoded(12))
     (tmp_path / "loose/test/c/1.png").write_bytes(encoded(50, kind="PNG"))
     loose = load("folder", tmp_path / "loose", 8)
-    assert torch.equal(found.train.images[6], loose.train.images[0])
-    assert torch.equal(found.test.images[0], loose.test.images[0])
-    assert torch.equal(load("shards", tmp_path, 8).train.images, found.train.images[:])
+    assert torch.equal(data_set.train.images[6], loose.train.images[0])
+    assert torch.equal(data_set.test.images[0], loose.test.images[0])
+    assert torch.equal(load("shards", tmp_path, 8).train.images, data_set.train.images[:])
     (tmp_path / "classes.txt").write_text("ape\nbee\ncat\ndog\n")
     assert load("shards", tmp_path, 8).classes == ("ape", "bee", "cat", "dog")
     (tmp_path / "classes.txt").write_text("ape\n")
@@ -244,19 +244,19 @@ def test_the_index_of_shards_is_cached_and_checked(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     root = tmp_path / "data"
     make_shards(root)
-    print_ = load("shards", root, 8, stream=True).fingerprint()
-    kept = sorted(root.glob(".harp-index-*.npz"))
-    assert len(kept) == 2
+    fingerprint = load("shards", root, 8, stream=True).fingerprint()
+    indices = sorted(root.glob(".harp-index-*.npz"))
+    assert len(indices) == 2
     with monkeypatch.context() as without:
         without.setattr(TarIndex, "__iter__", None)
-        assert load("shards", root, 8, stream=True).fingerprint() == print_
-    for damaged in (b"", b"nothing", kept[0].read_bytes()[:-50]):
-        for path in kept:
+        assert load("shards", root, 8, stream=True).fingerprint() == fingerprint
+    for damaged in (b"", b"nothing", indices[0].read_bytes()[:-50]):
+        for path in indices:
             path.write_bytes(damaged)
-        assert load("shards", root, 8, stream=True).fingerprint() == print_
-    arrays = dict(np.load(kept[0]))
-    np.savez(kept[0], **(arrays | {"offsets": arrays["offsets"] + 10**9}))
-    assert load("shards", root, 8, stream=True).fingerprint() == print_
+        assert load("shards", root, 8, stream=True).fingerprint() == fingerprint
+    arrays = dict(np.load(indices[0]))
+    np.savez(indices[0], **(arrays | {"offsets": arrays["offsets"] + 10**9}))
+    assert load("shards", root, 8, stream=True).fingerprint() == fingerprint
     shard(root / "train-000001.tar", [("b", {"jpg": encoded(77), "cls": b"1"})])
     assert len(load("shards", root, 8, stream=True).train) == 5
     for path in sorted(root.glob(".harp-index-*.npz")):

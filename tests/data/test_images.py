@@ -33,9 +33,9 @@ def test_grey_of_8_and_16_bits_is_the_same_grey() -> None:
     grey = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
     deep = grey.astype(np.uint16) * 257
     for data in (saved(pillow.fromarray(grey), "PNG"), saved(pillow.fromarray(deep), "PNG")):
-        found = pixels(data)
-        assert found.shape == (8, 8, 3)
-        assert all(np.array_equal(found[:, :, channel], grey) for channel in range(3))
+        result = pixels(data)
+        assert result.shape == (8, 8, 3)
+        assert all(np.array_equal(result[:, :, channel], grey) for channel in range(3))
 
 
 def test_palettes_transparency_and_cmyk_become_rgb() -> None:
@@ -51,10 +51,10 @@ def test_palettes_transparency_and_cmyk_become_rgb() -> None:
         "webp": saved(red, "WEBP", lossless=True),
     }
     for name, data in cases.items():
-        found = pixels(data)
-        assert found.shape == (4, 4, 3), name
+        result = pixels(data)
+        assert result.shape == (4, 4, 3), name
         if name not in ("one bit", "cmyk"):
-            assert found[0, 0].tolist() == [200, 10, 20], name
+            assert result[0, 0].tolist() == [200, 10, 20], name
     assert np.abs(pixels(cases["cmyk"])[0, 0].astype(int) - [200, 10, 20]).max() < 30
 
 
@@ -62,16 +62,16 @@ def test_images_are_turned_by_their_exif_orientation() -> None:
     image = pillow.fromarray(np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3))
     exif = pillow.Exif()
     exif[0x0112] = 6  # turned by a quarter
-    found = pixels(saved(image, "PNG", exif=exif))
-    assert found.shape == (6, 4, 3)
-    assert np.array_equal(found, np.rot90(np.asarray(image), -1))
+    result = pixels(saved(image, "PNG", exif=exif))
+    assert result.shape == (6, 4, 3)
+    assert np.array_equal(result, np.rot90(np.asarray(image), -1))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_an_invalid_image_gives_an_error_of_one_line(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = encoded(1, 64, 48, kind)
     assert pixels(whole).shape == (48, 64, 3)
-    for damaged in (b"", b"\xff\xd8\xff", b"<html>not found</html>", whole[: len(whole) // 2], bytes(500)):
+    for damaged in (b"", b"\xff\xd8\xff", b"<html>not result</html>", whole[: len(whole) // 2], bytes(500)):
         with pytest.raises(DataError, match=r"^x: can't be decoded \(.+\), expected an image$") as caught:
             pixels(damaged)
         assert "\n" not in str(caught.value)
@@ -97,9 +97,9 @@ def test_a_margin_is_cropped_as_usual_for_imagenet(width: int, height: int, size
     wide, tall = shorter * width // scale, shorter * height // scale
     left, top = round((wide - size) / 2), round((tall - size) / 2)
     large = np.asarray(image.resize((wide, tall), pillow.Resampling.BILINEAR))
-    found = Centre(size, 256 / 224)(image)
-    assert found.shape == (3, size, size)
-    assert np.array_equal(found, large[top : top + size, left : left + size].transpose(2, 0, 1))
+    result = Centre(size, 256 / 224)(image)
+    assert result.shape == (3, size, size)
+    assert np.array_equal(result, large[top : top + size, left : left + size].transpose(2, 0, 1))
 
 
 @quick

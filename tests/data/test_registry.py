@@ -31,16 +31,16 @@ from support.splits import numbered, numbers, quick
     [("fashion", 5000, 1000, (1, 28, 28), True), ("digits", 1297, 500, (1, 8, 8), False)],
 )
 def test_embedded(name: str, train: int, test: int, shape: tuple[int, ...], flip: bool) -> None:
-    found = load(name)
-    assert (len(found.train), len(found.test), found.shape) == (train, test, shape)
-    assert found.num_classes == len(found.classes) == 10
+    data_set = load(name)
+    assert (len(data_set.train), len(data_set.test), data_set.shape) == (train, test, shape)
+    assert data_set.num_classes == len(data_set.classes) == 10
     assert replace(facts(name), hub=None) == Facts(train, test, shape, 10)  # type: ignore[type-var, arg-type]
-    assert found.verified
-    assert found.flip is flip
-    assert found.train.images.dtype == torch.uint8
-    assert int(found.train.images.max()) == 255
-    assert found.fingerprint() == load(name).fingerprint()
-    for split, total in ((found.train, train), (found.test, test)):
+    assert data_set.verified
+    assert data_set.flip is flip
+    assert data_set.train.images.dtype == torch.uint8
+    assert int(data_set.train.images.max()) == 255
+    assert data_set.fingerprint() == load(name).fingerprint()
+    for split, total in ((data_set.train, train), (data_set.test, test)):
         assert (split.labels.bincount() - total / 10).abs().max() <= 4
 
 
@@ -123,12 +123,12 @@ def test_cifar10_from_every_form(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         files.archive(packed / f"cifar-10-{form}.tar.gz", members)
         for folder in (extracted, next(extracted.iterdir()), packed):
             with caplog.at_level(logging.WARNING, "harp"):
-                found = load("cifar10", folder)
-            assert (len(found.train), len(found.test), found.shape) == (25, 5, (3, 32, 32))
-            assert not found.verified
-            assert "not the published contents: data_batch_1" in found.source
-            assert found.flip
-            prints.add(found.fingerprint())
+                data_set = load("cifar10", folder)
+            assert (len(data_set.train), len(data_set.test), data_set.shape) == (25, 5, (3, 32, 32))
+            assert not data_set.verified
+            assert "not the published contents: data_batch_1" in data_set.source
+            assert data_set.flip
+            prints.add(data_set.fingerprint())
     assert len(prints) == 1
     assert "not the published contents" in caplog.text
 
@@ -138,27 +138,27 @@ def test_cifar10_is_verified_by_its_contents(tmp_path: Path, monkeypatch: pytest
     for name in BATCHES:
         monkeypatch.setitem(CIFAR10[0].files, name, digest)
         (tmp_path / name).write_bytes(files.cifar(protocol=5))
-    found = load("cifar10", tmp_path)
-    assert found.verified
-    assert found.source.endswith("checksums agree")
+    data_set = load("cifar10", tmp_path)
+    assert data_set.verified
+    assert data_set.source.endswith("checksums agree")
 
 
 def test_cifar100_keeps_fine_labels(tmp_path: Path) -> None:
     entries = {"data": files.IMAGES, "coarse_labels": [1] * 5, "fine_labels": [99, 0, 5, 7, 50]}
     members = {f"cifar-100-python/{part}": pickle.dumps(entries, 2) for part in ("train", "test")}
     files.archive(tmp_path / "cifar-100-python.tar.gz", members)
-    found = load("cifar100", tmp_path)
-    assert found.num_classes == 100
-    assert found.test.labels.tolist() == [99, 0, 5, 7, 50]
-    assert "not the published" in found.source
+    data_set = load("cifar100", tmp_path)
+    assert data_set.num_classes == 100
+    assert data_set.test.labels.tolist() == [99, 0, 5, 7, 50]
+    assert "not the published" in data_set.source
 
 
 def test_cifar100_binary_has_no_known_checksum(tmp_path: Path) -> None:
     for part in ("train", "test"):
         (tmp_path / f"{part}.bin").write_bytes(files.binary(2))
-    found = load("cifar100", tmp_path)
-    assert not found.verified
-    assert "no published checksum" in found.source
+    data_set = load("cifar100", tmp_path)
+    assert not data_set.verified
+    assert "no published checksum" in data_set.source
 
 
 def test_label_out_of_range_is_refused(tmp_path: Path) -> None:
@@ -182,11 +182,11 @@ def test_mnist(name: str, compress: bool, tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setitem(DATASETS[name].digests, f"{part}-{kind}-ubyte", hashlib.md5(contents).hexdigest())
             path = tmp_path / name / f"{part}-{kind}-ubyte{'.gz' if compress else ''}"
             path.write_bytes(gzip.compress(contents) if compress else contents)
-    found = load(name, tmp_path)
-    assert found.verified
-    assert found.flip is (name == "fashion-mnist")
-    assert np.array_equal(found.train.images[:, 0].numpy(), images)
-    assert found.test.labels.tolist() == [0, 9, 3, 3]
+    data_set = load(name, tmp_path)
+    assert data_set.verified
+    assert data_set.flip is (name == "fashion-mnist")
+    assert np.array_equal(data_set.train.images[:, 0].numpy(), images)
+    assert data_set.test.labels.tolist() == [0, 9, 3, 3]
     path.write_bytes(gzip.compress(files.idx(labels[:3])) if compress else files.idx(labels[:3]))
     with pytest.raises(DataError, match=r"\(4, 28, 28\) images with \(3,\) labels"):
         load(name, tmp_path)
@@ -197,12 +197,12 @@ def test_svhn(compress: bool, tmp_path: Path) -> None:
     contents, x, _ = files.svhn(compress=compress)
     for part in ("train", "test"):
         (tmp_path / f"{part}_32x32.mat").write_bytes(contents)
-    found = load("svhn", tmp_path)
-    assert found.balanced
-    assert found.flip
-    assert not found.verified
-    assert found.train.labels.tolist() == [1, 0, 3, 9]
-    assert np.array_equal(found.train.images[2].numpy(), x[:, :, :, 2].transpose(2, 0, 1))
+    data_set = load("svhn", tmp_path)
+    assert data_set.balanced
+    assert data_set.flip
+    assert not data_set.verified
+    assert data_set.train.labels.tolist() == [1, 0, 3, 9]
+    assert np.array_equal(data_set.train.images[2].numpy(), x[:, :, :, 2].transpose(2, 0, 1))
 
 
 def test_svhn_wrong(tmp_path: Path) -> None:
@@ -228,8 +228,13 @@ def test_folder(tmp_path: Path) -> None:
     for part in ("train", "test"):
         for name in ("dog", "cat"):
             files.paint(tmp_path / part / name / "1.png", 6, 5)
-    found = load("folder", tmp_path, size=4)
-    assert (found.shape, found.classes, found.flip, found.verified) == ((3, 4, 4), ("cat", "dog"), True, False)
+    data_set = load("folder", tmp_path, size=4)
+    assert (data_set.shape, data_set.classes, data_set.flip, data_set.verified) == (
+        (3, 4, 4),
+        ("cat", "dog"),
+        True,
+        False,
+    )
     with pytest.raises(DataError, match="expected size="):
         load("folder", tmp_path)
 
@@ -257,19 +262,19 @@ def test_npz(shape: Any, axes: Any, expected: Any, dtype: Any, tmp_path: Path) -
     images = images.astype(dtype)
     path = tmp_path / "mine.npz"
     path.write_bytes(files.npz(**arrays(x_train=images, x_test=images[:2], y_train=np.arange(6)[:, None] % 3)))
-    found = load(str(path))
-    assert found.shape == expected
-    assert found.train.images.dtype == (torch.uint8 if dtype == np.uint8 else torch.float32)
+    data_set = load(str(path))
+    assert data_set.shape == expected
+    assert data_set.train.images.dtype == (torch.uint8 if dtype == np.uint8 else torch.float32)
     planes = images if axes is None else images.transpose(axes)
     assert np.array_equal(
-        found.train.images.numpy().reshape(planes.shape), planes.astype(found.train.images.numpy().dtype)
+        data_set.train.images.numpy().reshape(planes.shape), planes.astype(data_set.train.images.numpy().dtype)
     )
-    assert found.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
-    x, _ = next(Batches(found.train, 4)(0))
+    assert data_set.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
+    x, _ = next(Batches(data_set.train, 4)(0))
     assert x.dtype == torch.float32
     assert 0 <= float(x.min()) <= float(x.max()) <= 1
     for other in (load("npz", path), load("mine.npz", tmp_path)):
-        assert other.fingerprint() == found.fingerprint()
+        assert other.fingerprint() == data_set.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -305,8 +310,8 @@ def test_npz_rounding_errors_are_clipped(tmp_path: Path) -> None:
     images = np.full((6, 5, 5), 1 + 5e-7)
     images[0] = -5e-7
     (tmp_path / "data.npz").write_bytes(files.npz(**arrays(x_train=images, x_test=images[:2])))
-    found = load("npz", tmp_path)
-    assert (float(found.train.images.min()), float(found.train.images.max())) == (0, 1)
+    data_set = load("npz", tmp_path)
+    assert (float(data_set.train.images.min()), float(data_set.train.images.max())) == (0, 1)
 
 
 def test_split_checks_its_tensors() -> None:

@@ -1,15 +1,16 @@
 """Writing shards: the same bytes each time, whole or not at all, and the same images."""
 
 import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
 
-from harp.data import webdataset
 from harp.data.registry import load
 from harp.data.webdataset import write_shards
 from harp.errors import DataError, RecipeError
+from harp.system import files
 from support.commands import Harp
 from support.pictures import encoded, fill
 
@@ -25,31 +26,30 @@ def test_shards_hold_the_same_images(tmp_path: Path) -> None:
     pillow.open(io.BytesIO(encoded(5))).save(source / "train/class0/other.bmp")
     written = write_shards(source, tmp_path / "out", count=8)
     assert (written.images, written.shards, written.undecodable) == (39, 4 + 1, [])
-    found, expected = load("shards", tmp_path / "out", 8), load("folder", source, 8)
-    assert found.classes == expected.classes
-    assert torch.equal(found.test.images, expected.test.images)
-    assert torch.equal(found.test.labels, expected.test.labels)
+    shards, expected = load("shards", tmp_path / "out", 8), load("folder", source, 8)
+    assert shards.classes == expected.classes
+    assert torch.equal(shards.test.images, expected.test.images)
+    assert torch.equal(shards.test.labels, expected.test.labels)
     first, second = (
         sorted(zip(each.train.labels.tolist(), each.train.images.flatten(1).tolist(), strict=True))
-        for each in (found, expected)
+        for each in (shards, expected)
     )
     assert first == second
-    assert found.train.labels.tolist() != sorted(found.train.labels.tolist())  # shuffled
+    assert shards.train.labels.tolist() != sorted(shards.train.labels.tolist())  # shuffled
 
 
 def test_an_interrupted_command_writes_the_missing_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fill(tmp_path / "pictures")
     write_shards(source, tmp_path / "once", count=8, size=10)
-    real, calls = webdataset._write, []
+    atomic = files.atomic
 
-    def stops(path: Path, *rest: object) -> list[str]:
-        calls.append(path.name)
-        if len(calls) == 3:
+    def interrupted(path: Path, *size: int) -> AbstractContextManager[Path]:
+        if path.name == "train-000002.tar":
             raise KeyboardInterrupt
-        return real(path, *rest)
+        return atomic(path, *size)
 
     with monkeypatch.context() as patched:
-        patched.setattr(webdataset, "_write", stops)
+        patched.setattr(files, "atomic", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_shards(source, tmp_path / "twice", count=8, size=10)
     assert list(archives(tmp_path / "twice")) == ["train-000000.tar", "train-000001.tar"]

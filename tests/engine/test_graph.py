@@ -466,7 +466,7 @@ def test_functions_must_give_what_the_file_says(node: dict[str, Any], words: str
 
 
 def vision(name: str, **options: Any) -> Callable[[], nn.Module]:
-    return lambda: external._import_torchvision().models.get_model(name, weights=None, num_classes=10, **options)
+    return lambda: external.import_torchvision().models.get_model(name, weights=None, num_classes=10, **options)
 
 
 INCEPTION = {"aux_logits": False, "transform_input": True, "init_weights": False}

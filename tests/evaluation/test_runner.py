@@ -194,7 +194,7 @@ def test_states_of_three_processes_continue_in_one_and_in_two(
     assert facts(outcome) == facts(whole)
     dead = subprocess.Popen(["true"])
     dead.wait()
-    (tmp_path / f".state.pt.1.{files._HOST}.{dead.pid}.tmp").write_bytes(b"half of a state")
+    (tmp_path / f".state.pt.1.{files.HOST}.{dead.pid}.tmp").write_bytes(b"half of a state")
     runner.forget(path)
     assert not list(tmp_path.iterdir())
 

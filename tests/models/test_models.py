@@ -35,7 +35,7 @@ def parameters(model: nn.Module) -> int:
 @pytest.fixture(scope="module")
 def vision() -> None:
     try:
-        external._import_torchvision()
+        external.import_torchvision()
         import timm  # noqa: F401
     except ImportError:
         pytest.skip("torchvision and timm are not installed")

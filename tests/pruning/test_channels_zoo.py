@@ -14,7 +14,7 @@ from harp.pruning.channels import Channels
 from support.slimmed import check
 
 try:
-    torchvision = external._import_torchvision()
+    torchvision = external.import_torchvision()
     import timm
 except (MissingExtra, ImportError):
     pytest.skip("torchvision and timm are not installed", allow_module_level=True)

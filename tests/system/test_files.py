@@ -135,14 +135,14 @@ def test_links_are_followed_and_modes_kept(tmp_path):
 def test_temporaries_of_dead_processes_are_removed(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    (tmp_path / f".a.txt.{files._HOST}.{dead.pid}.tmp").write_text("half")
+    (tmp_path / f".a.txt.{files.HOST}.{dead.pid}.tmp").write_text("half")
     (tmp_path / ".a.txt.gone.1.tmp").write_text("of another machine")
     os.utime(tmp_path / ".a.txt.gone.1.tmp", (0, 0))
-    kept = [f".a.txt.{files._HOST}.{os.getppid()}.tmp", f".b.txt.{files._HOST}.{dead.pid}.tmp", ".a.txt.x.tmp"]
+    kept = [f".a.txt.{files.HOST}.{os.getppid()}.tmp", f".b.txt.{files.HOST}.{dead.pid}.tmp", ".a.txt.x.tmp"]
     kept.append(f".a.txt.elsewhere.{dead.pid}.tmp")
     for name in kept:
         (tmp_path / name).write_text("of others")
-    (tmp_path / f".a.txt.{files._HOST}.{os.getpid()}.tmp").write_text("of an earlier process with this id")
+    (tmp_path / f".a.txt.{files.HOST}.{os.getpid()}.tmp").write_text("of an earlier process with this id")
     write_text(tmp_path / "a.txt", "x")
     assert only(tmp_path) == sorted([*kept, "a.txt"])
 

@@ -150,9 +150,9 @@ def test_a_signal_while_processes_are_being_started_reaches_all(tmp_path: Path) 
 def test_an_interrupt_during_the_start_of_python_counts_as_a_stop() -> None:
     """Python then exits with 1 before our code runs; without a Ctrl-C 1 is a failure."""
     places = [Place(local, 2, local, 2) for local in range(2)]
-    assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
-    assert launcher._exit_code({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
-    assert launcher._exit_code({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
+    assert launcher.exit_code({0: 75, 1: 1}, places, [signal.SIGINT]) in (75, 130)
+    assert launcher.exit_code({0: 1, 1: 1}, places, [signal.SIGINT]) == 130
+    assert launcher.exit_code({0: 75, 1: 1}, places, [signal.SIGTERM]) == 1
 
 
 def test_a_process_without_signal_handlers_is_ended_by_the_signal(tmp_path: Path) -> None:

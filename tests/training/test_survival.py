@@ -177,7 +177,7 @@ def test_files_left_by_a_kill_after_a_stage_are_removed_by_the_next_run(tmp_path
         path.write_bytes(b"left behind")
     dead = subprocess.Popen(["true"])
     dead.wait()
-    temporary = stage / f".state.pt.{files._HOST}.{dead.pid}.tmp"
+    temporary = stage / f".state.pt.{files.HOST}.{dead.pid}.tmp"
     temporary.write_bytes(b"half of a state")
     go_on(tmp_path)
     assert not [path for path in (*left, temporary) if path.exists()]

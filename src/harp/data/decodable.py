@@ -87,7 +87,7 @@ class Corrupt:
                 file.write(f"{reason}\n".encode("utf-8", "replace"))
         except OSError as error:
             if not self._write_failed:
-                logger.warning("can't write %s: %s; damaged images are told here only", self.path, files.reason(error))
+                logger.warning("can't write %s: %s; they are only logged", self.path, files.reason(error))
             self._write_failed = True
 
 

@@ -29,7 +29,7 @@ _operators: list[torch.library.Library] = []  # torch forgets operators when the
 
 def from_torchvision(name: str, num_classes: int, shape: Shape, options: Options) -> nn.Module:
     """The classification model `name` of torchvision."""
-    models = _import_torchvision().models
+    models = import_torchvision().models
     known = models.list_models(module=models)
     if name not in known:
         raise ModelError(f"torchvision has no classification model {name!r}{nearest(name, known)}")
@@ -45,7 +45,7 @@ def from_torchvision(name: str, num_classes: int, shape: Shape, options: Options
 
 def from_timm(name: str, num_classes: int, shape: Shape, options: Options) -> nn.Module:
     """The model `name` of timm, for the data's channel count."""
-    _import_torchvision()  # timm imports it, and must find one that works
+    import_torchvision()  # timm imports it, and must find one that works
     try:
         import timm
     except ImportError as error:
@@ -175,7 +175,7 @@ def _lies_in(folder: Path, name: str) -> bool:
     return any(place and Path(place).resolve().parent == folder for place in places)
 
 
-def _import_torchvision() -> ModuleType:
+def import_torchvision() -> ModuleType:
     """Import torchvision, also where its compiled operators don't fit the installed torch.
 
     A torchvision built for CUDA can't load its operators into a CPU torch, and its import fails because it registers

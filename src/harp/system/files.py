@@ -22,7 +22,9 @@ except ImportError:  # Windows
 
 StrPath = str | os.PathLike[str]
 
-_HOST = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:32] or "host"
+HOST = re.sub(r"[^A-Za-z0-9-]", "-", platform.node())[:32] or "host"
+"""The name of this machine in the names of temporary files."""
+
 _ABANDONED = 24 * 3600.0  # seconds after which a temporary file of another machine counts as left over
 
 
@@ -38,7 +40,7 @@ def atomic(path: StrPath, size: int | None = None) -> Iterator[Path]:
     if "\0" in os.fspath(path):
         raise CheckpointError(f"can't write {os.fspath(path)!r}: a path can't have a null character in it")
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{_HOST}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{HOST}.{os.getpid()}.tmp")
     try:
         _prepare(target, temporary)
         try:
@@ -136,7 +138,7 @@ def _remove_temporaries(target: Path) -> None:
             continue
         file = target.with_name(name)
         with contextlib.suppress(OSError):
-            this_host = match[1] == _HOST
+            this_host = match[1] == HOST
             if not _alive(int(match[2])) if this_host else time.time() - file.stat().st_mtime > _ABANDONED:
                 file.unlink()
 

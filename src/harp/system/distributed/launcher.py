@@ -57,7 +57,7 @@ def supervise(devices: int, nodes: int = 1, node: int = 0, address: str | None =
             codes = _wait(children, received)
         finally:
             _kill(children)
-    return _exit_code(codes, places, received)
+    return exit_code(codes, places, received)
 
 
 def _wait(children: list[subprocess.Popen[bytes]], received: list[int]) -> dict[int, int]:
@@ -89,7 +89,7 @@ def _wait(children: list[subprocess.Popen[bytes]], received: list[int]) -> dict[
     return codes if terminated else {local: child.returncode for local, child in enumerate(children)}
 
 
-def _exit_code(codes: Mapping[int, int], places: list[Place], received: list[int]) -> int:
+def exit_code(codes: Mapping[int, int], places: list[Place], received: list[int]) -> int:
     """The exit code of the run; raises `Lost` if a process was ended by a signal that the launcher did not receive."""
     # A process that had no signal handlers yet is ended by a forwarded signal itself.
     by_signal = {-number: 128 + number for number in received}
