@@ -153,7 +153,7 @@ def test_rows_are_checked_before_their_address_is_taken() -> None:
     with pytest.raises(DataError, match="rows of 12 float32 are needed"):
         runner.backward(np.zeros((2, 11), np.float32), [])
     with pytest.raises(DataError, match="2 gradients for 3 images"):
-        runner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32), input_gradient=False)
+        runner.learn(np.zeros((2, 12), np.float32), np.zeros((3, 32), np.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

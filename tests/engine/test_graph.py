@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.engine.capture.capture import Captured, capture
-from harp.engine.format.reader import BadFile
+from harp.engine.format.reader import BadFile, Stored
 from harp.engine.graph import reference
 from harp.engine.graph.allowed_calls import is_allowed
 from harp.engine.graph.nodes import Graph, Node
@@ -63,7 +63,7 @@ def check(model: nn.Module, x: Tensor) -> Captured:
     tensors = captured.tensors(model)
     assert list(tensors) == again.tensor_names()
     again.check({name: tensor.shape for name, tensor in tensors.items()})
-    reference.check(again, tensors)
+    reference.check(again, {name: Stored(tuple(t.shape), None, t.numpy()) for name, t in tensors.items()})
     frozen = copy.deepcopy(model).eval()
     for images in (x[:1], x, x.repeat(2, *[1] * (x.ndim - 1))):
         assert same(reference.run(again, tensors, images), frozen(images).detach(), 1e-4)
@@ -445,7 +445,7 @@ def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: d
     call |= {"pick": 0} if op.startswith("_native") else {}
     graph = Graph.from_dict({"nodes": [IMAGES, {"op": "torch", "shape": [4, 4, 4], "attributes": call}]})
     with pytest.raises(BadFile, match=words):
-        reference.check(graph, {"t": torch.zeros(1)})
+        reference.check(graph, {"t": Stored((1,), None, torch.zeros(1).numpy())})
 
 
 @pytest.mark.parametrize(

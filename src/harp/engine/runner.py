@@ -57,8 +57,8 @@ class Runner:
             bindings.run(program, count, self.threads, read, written, state)
         return gradients
 
-    def learn(self, gradient: Array, x: Array, *, input_gradient: bool) -> tuple[Array | None, Array]:
-        """The gradients of the input, if asked for, and of the weights of a stage with one product.
+    def learn(self, gradient: Array, x: Array) -> tuple[Array, Array]:
+        """The gradients of the input and of the weights of a stage with one product.
 
         `gradient` is that of the output, `x` the input of the forward pass.
         """
@@ -66,17 +66,14 @@ class Runner:
         _check_rows(x, self.input_size)
         if len(gradient) != len(x):
             raise DataError(f"{len(gradient)} gradients for {len(x)} images")
-        gradients = np.empty((len(x), self.input_size if input_gradient else 0), np.float32)
-        total: Array | None = None
+        gradients, total = np.empty((len(x), self.input_size), np.float32), []
         for lanes, count, read, inputs, written in self._groups(gradient, x, gradients):
-            builder = self.builder(lanes, "weights and input" if input_gradient else "weights")
+            builder = self.builder(lanes, "weights")
             program, slots = builder.codes[0].program, builder.weight_slots
             sums = np.empty((count, program.kept // 4), np.float32)
             bindings.run(program, count, self.threads, read, written, sums, inputs)
-            summed = sums[:, : len(slots)].sum(0)[slots]  # the rest of a row is padding
-            total = summed if total is None else total + summed
-        assert total is not None
-        return gradients if input_gradient else None, total
+            total.append(sums[:, : len(slots)].sum(0)[slots])  # the rest of a row is padding
+        return gradients, sum(total[1:], start=total[0])
 
     def refill(self, values: Mapping[Product, tuple[Array, Array | None]]) -> None:
         """Replace the weights and biases of the products, in all programs."""

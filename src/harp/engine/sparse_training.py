@@ -178,7 +178,7 @@ class _Sparse(torch.autograd.Function):
             input_gradient = code.runner.backward(_rows(gradient), ctx.kept) if needs_input else None
             weight_gradient = layer.weight_gradient(x, gradient) if needs_weight else None
         else:
-            input_gradient, values = code.runner.learn(_rows(gradient), _rows(x), input_gradient=needs_input)
+            input_gradient, values = code.runner.learn(_rows(gradient), _rows(x))
             weight_gradient = torch.zeros(weight.numel()).index_copy_(0, code.index, torch.from_numpy(values))
             weight_gradient = weight_gradient.view_as(weight)
         bias_gradient = gradient.sum([0, *range(2, gradient.ndim)]) if ctx.has_bias and needs_bias else None
