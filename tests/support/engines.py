@@ -32,7 +32,7 @@ class Writer:
         names = {role: f"{name}.{role}" for role in tensors}
         self.tensors |= {names[role]: tensor for role, tensor in tensors.items()}
         node = Node(name, op, inputs, (), names, attributes)
-        shells = [torch.zeros(2, *self.shape(each)) for each in inputs]
+        shells = [torch.zeros(2, *self.shape(source)) for source in inputs]
         given_tensors = {names[role]: torch.from_numpy(tensor) for role, tensor in tensors.items()}
         shape = tuple(reference.step(node, shells, given_tensors, torch.zeros(2)).shape[1:])
         self.nodes.append(Node(name, op, inputs, shape, names, attributes))
@@ -122,12 +122,14 @@ def torch_way(
     result = reference.run(graph, full, points)
     if not result.requires_grad:
         return result, torch.zeros_like(points)
-    (found,) = torch.autograd.grad(result, points, torch.from_numpy(gradient).to(dtype), allow_unused=True)
-    return result.detach(), torch.zeros_like(points) if found is None else found
+    (input_gradient,) = torch.autograd.grad(result, points, torch.from_numpy(gradient).to(dtype), allow_unused=True)
+    return result.detach(), torch.zeros_like(points) if input_gradient is None else input_gradient
 
 
-def close(found: Any, wanted: Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((torch.from_numpy(found).double() - wanted).abs().max() <= tolerance * max(1e-3, wanted.abs().max()))
+def close(result: Any, expected: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool(
+        (torch.from_numpy(result).double() - expected).abs().max() <= tolerance * max(1e-3, expected.abs().max())
+    )
 
 
 def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options: Any) -> Network:
