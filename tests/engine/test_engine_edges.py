@@ -17,6 +17,7 @@ from harp.engine.graph.nodes import Graph, Node
 from harp.engine.lowering import program
 from harp.engine.lowering.matrices import matrix_of
 from harp.engine.lowering.memory import Plane
+from harp.engine.lowering.steps import Steps
 from harp.engine.lowering.taps import Window, convolution, sparse
 from harp.engine.native import bindings
 from harp.engine.network import Network
@@ -34,18 +35,17 @@ def pooling(channels: int, size: int, **window: Any) -> Graph:
     return w.graph()
 
 
-def codes(network: Network, lanes: int) -> tuple[program.Code, program.Code]:
-    """The programs of both directions."""
+def built(network: Network, lanes: int) -> program.Builder:
+    """The programs of the forward and the backward pass."""
     (runner,) = network.parts
     assert isinstance(runner, Runner)
-    forward, backward = runner.builder(lanes, "backward").codes
-    return forward, backward
+    return runner.builder(lanes, "backward")
 
 
-def rows(code: program.Code, op: int) -> set[int]:
+def rows(steps: Steps, op: int) -> set[int]:
     """The channels that the steps of one kind compute."""
     channels: set[int] = set()
-    for step in code.steps:
+    for step in steps.steps:
         if step.op == op:
             channels |= set(ctypes.cast(step.place, ctypes.POINTER(ctypes.c_int32))[: step.rows])
     return channels
@@ -76,7 +76,7 @@ def test_the_gradient_of_a_pooling_is_computed_for_read_channels_only(
     weight, bias = (torch.from_numpy(w.tensors[f"{last}.{role}"]) for role in ("weight", "bias"))
     F.conv2d(F.max_pool2d(points, 2), weight, bias).sum().backward()
     assert points.grad is not None and torch.allclose(torch.from_numpy(input_gradient), points.grad, atol=1e-6)
-    forward, backward = codes(network, 1 if count == 1 else int(bindings.kernels().lanes))  # type: ignore[union-attr]
+    forward, backward = built(network, 1 if count == 1 else int(bindings.kernels().lanes)).steps  # type: ignore[union-attr]
     assert rows(backward, bindings.MAXPOOL_BACK) == rows(forward, bindings.MAXPOOL) == {0, 2}
 
 
@@ -116,7 +116,7 @@ def test_forward_and_backward_programs_count_their_own_work() -> None:
     once = 4 * 4 * 9 * 64
     for worth, shared in ((once, 1), (1.5 * once, 0)):
         with mock.patch.object(program, "WORTH", worth):
-            assert [code.program.worth for code in codes(Network(w.graph(), w.tensors), 1)] == [shared, shared]
+            assert [code.worth for code in built(Network(w.graph(), w.tensors), 1).programs] == [shared, shared]
 
 
 def small(threads: int = 1) -> Network:

@@ -264,10 +264,10 @@ def test_torch_computes_dense_layers_and_other_types(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     model, _ = pruned(0.9)
     sparse = SparseForward(model, model)
-    assert not sparse._sparse_layers()
+    assert not sparse.sparse_layers()
     model, masks = pruned()
     sparse = SparseForward(model, model, masks)
-    assert len(sparse._sparse_layers()) == 4
+    assert len(sparse.sparse_layers()) == 4
     x = data()[0]
     monkeypatch.setenv("HARP_ENGINE", "off")
     assert torch.equal(sparse(x), model(x))

@@ -140,4 +140,4 @@ def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options:
 def ops(network: Network, lanes: int) -> set[int]:
     (runner,) = network.parts
     assert isinstance(runner, Runner)
-    return {step.op for step in runner.builder(lanes, "forward").codes[0].steps}
+    return {step.op for step in runner.builder(lanes, "forward").steps[0].steps}

@@ -38,7 +38,7 @@ class Runner:
         _check_rows(x, self.input_size)
         outputs, kept = np.empty((len(x), self.output_size), np.float32), []
         for lanes, count, read, written in self._groups(x, outputs):
-            program = self.builder(lanes, "backward" if keep else "forward").codes[0].program
+            program = self.builder(lanes, "backward" if keep else "forward").programs[0]
             kept.append(np.empty(count * program.kept, np.uint8))
             bindings.run(program, count, self.threads, read, written, kept[-1])
         return outputs, kept
@@ -51,7 +51,7 @@ class Runner:
         if len(kept) != sum(map(bool, divmod(len(gradient), self.lanes))):
             raise problem
         for (lanes, count, read, written), state in zip(self._groups(gradient, gradients), kept, strict=True):
-            program = self.builder(lanes, "backward").codes[1].program
+            program = self.builder(lanes, "backward").programs[1]
             if state.nbytes != count * program.kept:
                 raise problem
             bindings.run(program, count, self.threads, read, written, state)
@@ -69,7 +69,7 @@ class Runner:
         gradients, total = np.empty((len(x), self.input_size), np.float32), []
         for lanes, count, read, inputs, written in self._groups(gradient, x, gradients):
             builder = self.builder(lanes, "weights")
-            program, slots = builder.codes[0].program, builder.weight_slots
+            program, slots = builder.programs[0], builder.weight_slots
             sums = np.empty((count, program.kept // 4), np.float32)
             bindings.run(program, count, self.threads, read, written, sums, inputs)
             total.append(sums[:, : len(slots)].sum(0)[slots])  # the rest of a row is padding

@@ -50,10 +50,10 @@ class SparseForward:
         suits = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         if not suits or wanted() == "off":
             return self.forward(x)
-        with _replaced_forwards(self._sparse_layers()):
+        with _replaced_forwards(self.sparse_layers()):
             return self.forward(x)
 
-    def _sparse_layers(self) -> dict[nn.Module, "_Layer"]:
+    def sparse_layers(self) -> dict[nn.Module, "_Layer"]:
         """The layers that are sparse with the current weights or masks."""
         limit = SPARSE_ENOUGH_TO_CHANGE if self.masks is None else SPARSE_ENOUGH
         layers = {}

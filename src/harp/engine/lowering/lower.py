@@ -6,7 +6,7 @@ A *stage* is a part of the graph that the native code computes as a whole. Torch
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +87,11 @@ class Concat:
 
     xs: list[Value]
     y: Value
+
+    def parts(self) -> Iterator[tuple[Value, range]]:
+        """Each value that is read, and its channels in the result."""
+        ends = itertools.accumulate(value.size[0] for value in self.xs)
+        return ((value, range(end - value.size[0], end)) for value, end in zip(self.xs, ends, strict=True))
 
 
 Operation = Product | Split | MaxPool | Concat

@@ -9,8 +9,7 @@ import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -25,15 +24,6 @@ from harp.engine.native import bindings
 WORTH = 1e8
 
 Kind = Literal["forward", "backward", "weights"]
-
-
-@dataclass
-class Code:
-    """A finished program, and the arrays that it points to (`alive`, so that they are not freed)."""
-
-    program: bindings.Program
-    steps: list[bindings.Step]
-    alive: list[Any]
 
 
 class Builder:
@@ -58,12 +48,12 @@ class Builder:
             programs = [(self._forward(), (inputs, 0, outputs))]
             programs += [(self._backward(), (outputs, 0, inputs))] if self.keep else []
         memory = self.arena.memory(threads)
-        self._steps = [steps for steps, _ in programs]
-        self.codes = [self._code(steps, memory, sizes) for steps, sizes in programs]
+        self.steps = [steps for steps, _ in programs]
+        self.programs = [self._program(steps, memory, sizes) for steps, sizes in programs]
 
     def refill(self) -> None:
         """Copy the current weights and biases of the products."""
-        for steps in self._steps:
+        for steps in self.steps:
             steps.refill()
 
     def _forward(self) -> Steps:
@@ -116,19 +106,18 @@ class Builder:
         elif isinstance(operation, MaxPool):
             steps.pool(operation, regions[operation.x], target, keep=self.keep)
         else:
-            first = 0
-            for value in operation.xs:
-                flags = self.live.read[operation.y][first : first + value.size[0]]
-                steps.copy(flags, regions[value], target.part(first))
-                first += value.size[0]
+            for value, channels in operation.parts():
+                flags = self.live.read[operation.y][channels.start : channels.stop]
+                steps.copy(flags, regions[value], target.part(channels.start))
 
-    def _code(self, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
-        """Steps as a program; `sizes` are the floats of a group's input, further input, and output."""
-        arena, native_steps = self.arena, steps.steps
-        array = (bindings.Step * max(1, len(native_steps)))(*native_steps)
-        program = bindings.Program(
+    def _program(self, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> bindings.Program:
+        """Steps as a program; `sizes` are the floats of a group's input, second input, and output."""
+        arena, count = self.arena, len(steps.steps)
+        array = (bindings.Step * max(1, count))(*steps.steps)
+        arena.alive.append(array)
+        return bindings.Program(
             steps=ctypes.cast(array, ctypes.POINTER(bindings.Step)),
-            count=len(native_steps),
+            count=count,
             lanes=arena.lanes,
             arena=memory[0],
             arena_size=arena.size,
@@ -141,7 +130,6 @@ class Builder:
             output=sizes[2],
             kept=arena.kept,
         )
-        return Code(program, native_steps, [array, *arena.alive])
 
 
 class _Gradients:
@@ -176,10 +164,8 @@ class _Gradients:
                 self._share(operation.summand, gradient)
             self._add_product(operation, gradient)
         elif isinstance(operation, Concat):
-            first = 0
-            for value in operation.xs:
-                self._share(value, gradient.part(first))
-                first += value.size[0]
+            for value, channels in operation.parts():
+                self._share(value, gradient.part(channels.start))
         else:
             target = self.arena.region(operation.x)
             if isinstance(operation, Split):
