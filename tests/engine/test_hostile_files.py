@@ -137,7 +137,7 @@ class Forger:
         if self.draw(st.booleans()):
             tensors["bias"] = self.tensor([outputs])
         how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        self.add("conv", [source], [outputs, *(max(1, size) for size in size)], tensors=tensors, attributes=how)
+        self.add("conv", [source], [outputs, *(max(1, length) for length in size)], tensors=tensors, attributes=how)
 
     def pool(self) -> None:
         op, source = self.draw(st.sampled_from(["maxpool", "avgpool"])), self.some()
@@ -231,8 +231,8 @@ def forged(draw: st.DrawFn) -> bytes:
         places = list(paths(graph))[1:]
         *path, key = places[draw(st.integers(0, 9999)) % len(places)]
         inner: Any = graph
-        for key in path:
-            inner = inner[key]
+        for step in path:
+            inner = inner[step]
         inner[key] = draw(ODD)
         graph = json.loads(json.dumps(graph))
     header = json.dumps({"tensors": forger.entries, "graph": graph}).encode()
