@@ -22,7 +22,7 @@ from harp.engine.lowering import matrices
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import DataError, RecipeError
-from support.engines import Writer, close, conv, engine_of, images, networks, torch_way
+from support.engines import Writer, by_torch, close, conv, engine_of, images, networks
 
 pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 SIZES = (1, 2, 7, 8, 9, 13, 24)
@@ -36,11 +36,11 @@ def assert_as_torch(graph: Graph, tensors: dict[str, Any], count: int, threads: 
     engine.backward(trace, np.ones_like(warm))
     logits, trace = engine.forward(x, keep=True)
     gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
-    wanted, slope = torch_way(graph, tensors, x, gradient, torch.float64)
+    wanted, slope = by_torch(graph, tensors, x, gradient, torch.float64)
     assert logits.shape == wanted.shape
     assert close(logits, wanted)
     # Where an activation is at its kink, rounding decides on which side: torch in single precision is as free.
-    single = torch_way(graph, tensors, x, gradient, torch.float32)[1].double()
+    single = by_torch(graph, tensors, x, gradient, torch.float32)[1].double()
     input_gradient = engine.backward(trace, gradient)
     rounding = float((single - slope).abs().max() / max(1e-3, float(slope.abs().max())))
     assert close(input_gradient, slope, max(1e-5, 2 * rounding)) or close(input_gradient, single)
@@ -191,7 +191,7 @@ def test_the_last_pixel_of_a_large_window_can_be_the_largest(kernel: tuple[int, 
     x = np.sort(images(graph, count).reshape(count, 2, -1)).reshape(count, 2, 17, 18)
     logits, trace = engine.forward(x, keep=True)
     gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
-    wanted, slope = torch_way(graph, {}, x, gradient, torch.float64)
+    wanted, slope = by_torch(graph, {}, x, gradient, torch.float64)
     assert close(logits, wanted) and close(engine.backward(trace, gradient), slope)
     assert engine.native_share == (kernel == (15, 17))
 

@@ -19,7 +19,7 @@ from harp.engine.lowering.taps import Taps, Window, convolution, sparse
 from harp.engine.native import bindings
 from harp.engine.native.bindings import NARROW, WINOGRAD
 from harp.engine.network import Network
-from support.engines import Writer, close, conv, engine_of, images, networks, ops, torch_way
+from support.engines import Writer, by_torch, close, conv, engine_of, images, networks, ops
 
 pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 NEVER = float("inf")
@@ -74,9 +74,9 @@ def test_answers_and_gradients_are_those_of_torch(
         logits, trace = engine.forward(x, keep=True)
         gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
         input_gradient = engine.backward(trace, gradient)
-    wanted, slope = torch_way(graph, tensors, x, gradient, torch.float64)
+    wanted, slope = by_torch(graph, tensors, x, gradient, torch.float64)
     assert close(logits, wanted)
-    single = torch_way(graph, tensors, x, gradient, torch.float32)[1].double()
+    single = by_torch(graph, tensors, x, gradient, torch.float32)[1].double()
     rounding = float((single - slope).abs().max() / max(1e-3, float(slope.abs().max())))
     assert close(input_gradient, slope, max(1e-5, 2 * rounding)) or close(input_gradient, single)
 

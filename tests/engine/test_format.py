@@ -308,7 +308,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(arguments: tuple[Any, ...
     assert "\n" not in str(refused.value)
 
 
-# --- Files of strangers
+# --- Untrusted files
 
 
 def small() -> bytes:

@@ -258,7 +258,7 @@ def test_graphs_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# What strangers may write.
+# Untrusted graphs.
 
 CONV: dict[str, Any] = {"op": "conv", "name": "a", "shape": [4, 6, 6], "attributes": {"padding": [1, 1]}}
 INPUT = {"op": "input", "shape": [3, 6, 6]}

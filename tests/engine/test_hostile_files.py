@@ -268,18 +268,18 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def stranger() -> Iterator[Victim]:
-    victim = Victim()
-    yield victim
-    victim.close()
+def other_process() -> Iterator[Victim]:
+    started = Victim()
+    yield started
+    started.close()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=forged())
-def test_any_file_gives_an_answer_or_is_refused(content: bytes, stranger: Victim) -> None:
-    said = stranger.asked(content)
+def test_any_file_gives_an_answer_or_is_refused(content: bytes, other_process: Victim) -> None:
+    said = other_process.asked(content)
     assert said.startswith(("answer", "refused")), f"{said}\n{content!r}"
 
 
-def test_some_of_these_files_can_be_computed(stranger: Victim) -> None:
-    assert stranger.answers >= stranger.calls / 10
+def test_some_of_these_files_can_be_computed(other_process: Victim) -> None:
+    assert other_process.answers >= other_process.calls / 10

@@ -113,9 +113,7 @@ def images(graph: Graph, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).random((count, *graph.input_shape), dtype=np.float32)
 
 
-def torch_way(
-    graph: Graph, tensors: dict[str, Any], x: Any, gradient: Any, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def by_torch(graph: Graph, tensors: dict[str, Any], x: Any, gradient: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and the gradient of the images, by torch."""
     points = torch.from_numpy(x).to(dtype).requires_grad_(True)
     full = {name: torch.from_numpy(np.asarray(tensor)).to(dtype) for name, tensor in tensors.items()}

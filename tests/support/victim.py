@@ -1,4 +1,4 @@
-"""A process that loads files from strangers, for tests: it may answer or refuse, but not crash, hang or swell.
+"""A process that loads untrusted files, for tests: it may answer or refuse, but not crash, hang or swell.
 
 Every line on standard input is a file's content in hexadecimal; every line of output says what came of it.
 """

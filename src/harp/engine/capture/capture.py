@@ -139,10 +139,8 @@ def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: A
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, by all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

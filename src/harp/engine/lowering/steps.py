@@ -165,7 +165,7 @@ class Steps:
         arena = self.arena
         runs = y.plane.runs(arena.widest[matrix.block - 1])
         bounds, tap, weight = map(arena.array, (matrix.bounds, matrix.tap, matrix.weight))
-        self._count(len(matrix.weight), y.plane)
+        self.work += len(matrix.weight) * y.plane.height * y.plane.width * arena.lanes
         steps = []
         for part in range(len(matrix.bounds) - 1):
             step = self._add(bindings.PRODUCT, x, y, place)
@@ -188,7 +188,7 @@ class Steps:
         if matrix.joint(y.plane):
             first.joint, arena.together = 1, bindings.TOGETHER
         arena.scratch = max(arena.scratch, matrix.scratch(y.plane))
-        self._count(len(matrix.slot), y.plane)
+        self.work += len(matrix.slot) * y.plane.height * y.plane.width * arena.lanes
         if arena.lanes == 1:  # a step without taps adds the summand and the activation to the stored sums
             last = self._add(bindings.PRODUCT, y, y, place)
             self._run(last, y.plane.runs(arena.widest[0]))
@@ -196,9 +196,6 @@ class Steps:
             last.start = last.stop = arena.array(np.zeros(len(place), np.int32))
             self._tidy(last, y.plane)
         return first, last
-
-    def _count(self, weights: int, y: Plane) -> None:
-        self.work += weights * y.height * y.width * self.arena.lanes
 
     def _finish(self, step: bindings.Step, summand: Region | None, value: Value | None, mask: int) -> None:
         """Let the last step of a product add the summand, and apply the activation of a value with its mask."""
