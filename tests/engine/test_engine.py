@@ -22,7 +22,7 @@ from harp.engine.lowering import matrices
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import DataError, RecipeError
-from support.engines import Writer, close, conv, engine_of, images, networks, torch_way
+from support.engines import Writer, by_torch, close, conv, engine_of, images, networks
 
 pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 SIZES = (1, 2, 7, 8, 9, 13, 24)
@@ -36,14 +36,14 @@ def assert_as_torch(graph: Graph, tensors: dict[str, Any], count: int, threads: 
     engine.backward(trace, np.ones_like(warm))
     logits, trace = engine.forward(x, keep=True)
     gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
-    wanted, slope = torch_way(graph, tensors, x, gradient, torch.float64)
+    wanted, slope = by_torch(graph, tensors, x, gradient, torch.float64)
     assert logits.shape == wanted.shape
     assert close(logits, wanted)
     # Where an activation is at its kink, rounding decides on which side: torch in single precision is as free.
-    single = torch_way(graph, tensors, x, gradient, torch.float32)[1].double()
-    found = engine.backward(trace, gradient)
+    single = by_torch(graph, tensors, x, gradient, torch.float32)[1].double()
+    input_gradient = engine.backward(trace, gradient)
     rounding = float((single - slope).abs().max() / max(1e-3, float(slope.abs().max())))
-    assert close(found, slope, max(1e-5, 2 * rounding)) or close(found, single)
+    assert close(input_gradient, slope, max(1e-5, 2 * rounding)) or close(input_gradient, single)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -191,7 +191,7 @@ def test_the_last_pixel_of_a_large_window_can_be_the_largest(kernel: tuple[int, 
     x = np.sort(images(graph, count).reshape(count, 2, -1)).reshape(count, 2, 17, 18)
     logits, trace = engine.forward(x, keep=True)
     gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
-    wanted, slope = torch_way(graph, {}, x, gradient, torch.float64)
+    wanted, slope = by_torch(graph, {}, x, gradient, torch.float64)
     assert close(logits, wanted) and close(engine.backward(trace, gradient), slope)
     assert engine.native_share == (kernel == (15, 17))
 
@@ -242,7 +242,7 @@ def small_cnn() -> nn.Module:
     ).eval()
 
 
-def test_takes_arrays_and_tensors_and_gives_the_same_kind() -> None:
+def test_arrays_give_arrays_and_tensors_give_tensors() -> None:
     model = small_cnn()
     engine = engine_of(model)
     x = torch.rand(5, 3, 16, 16)
@@ -265,7 +265,7 @@ def test_takes_arrays_and_tensors_and_gives_the_same_kind() -> None:
         ([[1.0]], "list"),
     ],
 )
-def test_garbage_is_refused_in_one_line(garbage: Any, words: str) -> None:
+def test_invalid_images_are_refused_in_one_line(garbage: Any, words: str) -> None:
     with pytest.raises(DataError, match=words) as error:
         engine_of(small_cnn())(garbage)
     assert "\n" not in str(error.value)
@@ -276,7 +276,7 @@ def test_the_number_of_threads_is_checked() -> None:
         engine_of(small_cnn(), threads=0)
 
 
-def test_what_native_code_does_not_know_is_left_to_torch() -> None:
+def test_torch_computes_what_native_code_can_not() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.Softplus(), nn.Flatten(), nn.Linear(1152, 4)
@@ -298,7 +298,7 @@ class Clamp(nn.Module):
 
 @pytest.mark.parametrize("held", [Clamp(), nn.Hardtanh(0, 1), nn.ReLU6(), nn.ReLU(), nn.LeakyReLU(0.1)])
 @pytest.mark.parametrize("count", [1, 16])
-def test_the_gradient_at_the_bounds_is_torchs(held: nn.Module, count: int) -> None:
+def test_the_gradient_at_the_bounds_of_a_clip_equals_that_of_torch(held: nn.Module, count: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(held, nn.Conv2d(1, 2, 3), nn.Flatten()).eval()
     captured = capture(model, torch.rand(2, 1, 6, 6))
@@ -310,11 +310,11 @@ def test_the_gradient_at_the_bounds_is_torchs(held: nn.Module, count: int) -> No
     (wanted,) = torch.autograd.grad(model(x).sum(), x)
     logits, trace = engine.forward(x.detach().numpy(), keep=True)
     (by_reference,) = torch.autograd.grad(reference.run(captured.graph, tensors, x).sum(), x)
-    for found in (torch.from_numpy(engine.backward(trace, np.ones_like(logits))), by_reference):
-        assert torch.allclose(found, wanted, atol=1e-6)
+    for input_gradient in (torch.from_numpy(engine.backward(trace, np.ones_like(logits))), by_reference):
+        assert torch.allclose(input_gradient, wanted, atol=1e-6)
 
 
-def test_weights_can_change_where_they_count() -> None:
+def test_nonzero_weights_can_be_replaced() -> None:
     model = small_cnn()
     captured = capture(model, torch.rand(2, 3, 16, 16))
     engine = Network(captured.graph, {k: v.numpy() for k, v in captured.tensors(model).items()})

@@ -1,4 +1,4 @@
-"""Layers that the engine computes densely: the same answers and gradients as torch, whatever way is taken."""
+"""Layers that the engine computes densely: the same answers and gradients as torch, with every kernel."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from harp.engine.lowering.taps import Taps, Window, convolution, sparse
 from harp.engine.native import bindings
 from harp.engine.native.bindings import NARROW, WINOGRAD
 from harp.engine.network import Network
-from support.engines import Writer, close, conv, engine_of, images, networks, ops, torch_way
+from support.engines import Writer, by_torch, close, conv, engine_of, images, networks, ops
 
 pytestmark = pytest.mark.skipif(bindings.kernels() is None, reason="this installation has no native code")
 NEVER = float("inf")
@@ -73,12 +73,12 @@ def test_answers_and_gradients_are_those_of_torch(
         engine.backward(trace, np.ones_like(warm))
         logits, trace = engine.forward(x, keep=True)
         gradient = np.random.default_rng(1).standard_normal(logits.shape).astype(np.float32)
-        found = engine.backward(trace, gradient)
-    wanted, slope = torch_way(graph, tensors, x, gradient, torch.float64)
+        input_gradient = engine.backward(trace, gradient)
+    wanted, slope = by_torch(graph, tensors, x, gradient, torch.float64)
     assert close(logits, wanted)
-    single = torch_way(graph, tensors, x, gradient, torch.float32)[1].double()
+    single = by_torch(graph, tensors, x, gradient, torch.float32)[1].double()
     rounding = float((single - slope).abs().max() / max(1e-3, float(slope.abs().max())))
-    assert close(found, slope, max(1e-5, 2 * rounding)) or close(found, single)
+    assert close(input_gradient, slope, max(1e-5, 2 * rounding)) or close(input_gradient, single)
 
 
 @pytest.mark.parametrize("op", [WINOGRAD, NARROW])
@@ -87,35 +87,35 @@ def test_answers_and_gradients_are_those_of_torch(
 def test_threads_do_not_change_a_bit_of_one_image_or_of_many(op: int, network: tuple[Graph, Any]) -> None:
     graph, tensors = network
     for count in (1, 43):
-        x, found = images(graph, count), []
+        x, results = images(graph, count), []
         with forced(op):
             for threads in (1, 2, 5):
                 engine = Network(graph, tensors, threads=threads)
                 logits, trace = engine.forward(x, keep=True)
-                found.append((logits, engine.backward(trace, np.ones_like(logits))))
-        for logits, slope in found[1:]:
-            assert np.array_equal(logits, found[0][0])
-            assert np.array_equal(slope, found[0][1])
+                results.append((logits, engine.backward(trace, np.ones_like(logits))))
+        for logits, slope in results[1:]:
+            assert np.array_equal(logits, results[0][0])
+            assert np.array_equal(slope, results[0][1])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(networks())
 def test_threads_that_share_an_image_do_not_change_a_bit(network: tuple[Graph, Any]) -> None:
     graph, tensors = network
-    x, found = images(graph, 1), []
+    x, results = images(graph, 1), []
     with mock.patch.object(program, "WORTH", 0):
         for threads in (1, 2, 5):
             engine = Network(graph, tensors, threads=threads)
             logits, trace = engine.forward(x, keep=True)
-            found.append((logits, engine.backward(trace, np.ones_like(logits))))
-    for logits, slope in found[1:]:
-        assert np.array_equal(logits, found[0][0])
-        assert np.array_equal(slope, found[0][1])
+            results.append((logits, engine.backward(trace, np.ones_like(logits))))
+    for logits, slope in results[1:]:
+        assert np.array_equal(logits, results[0][0])
+        assert np.array_equal(slope, results[0][1])
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(convolutions())
-def test_vectors_of_outputs_give_the_bits_of_vectors_of_pixels(network: tuple[Graph, Any]) -> None:
+def test_panels_give_the_same_bits_as_sparse_products(network: tuple[Graph, Any]) -> None:
     graph, tensors = network
     x = images(graph, 2)
     with mock.patch.object(dense, "dense", return_value=None):  # tiles have an order of their own
@@ -155,7 +155,7 @@ def layer(channels: int, size: int, density: float) -> tuple[Taps, Plane, Plane]
         (4, 8, 1.0, type(None), type(None)),
     ],
 )
-def test_the_way_depends_on_density_and_size(
+def test_the_kernel_depends_on_density_and_size(
     channels: int, size: int, density: float, several: type, single: type
 ) -> None:
     taps, many, one = layer(channels, size, density)

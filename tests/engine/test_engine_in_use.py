@@ -80,19 +80,19 @@ def test_attacks_use_the_engine_for_sparse_networks_only(monkeypatch: pytest.Mon
     model, _ = pruned()
     with frozen(model, x) as net:
         assert isinstance(net, Follower)
-        found = slope(net, x, y)
+        by_engine = slope(net, x, y)
     with frozen(pruned(1.0)[0], x) as net:
         assert isinstance(net, fx.GraphModule), "a dense network is left to torch"
     monkeypatch.setenv("HARP_ENGINE", "off")
     with frozen(model, x) as net:
         assert isinstance(net, fx.GraphModule), "it can be switched off"
         wanted = slope(net, x, y)
-    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert (by_engine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     with frozen(model, x.double(), fast=False) as net:
         assert net is model
 
 
-def test_small_networks_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attacks_on_small_networks_do_not_use_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HARP_ENGINE", raising=False)
     monkeypatch.setattr(frozen_module, "WORTH", 1e9)
     with frozen(pruned()[0], data()[0]) as net:
@@ -122,9 +122,9 @@ def test_the_engine_follows_weights_norms_and_masks() -> None:
             assert isinstance(net, Follower)
             networks.append(net.network)
             assert torch.allclose(net(x), model(x), atol=1e-5)
-            found = slope(net, x, y)
+            by_engine = slope(net, x, y)
         wanted = slope(model, x, y)
-        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
+        assert (by_engine - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
     assert networks[0] is networks[1] is networks[2] is not networks[3], "programs are made anew for other masks only"
 
 
@@ -145,7 +145,7 @@ class Derived(nn.Module):
 
 
 @pytest.mark.usefixtures("always")
-def test_the_engine_follows_what_is_computed_of_weights() -> None:
+def test_the_engine_follows_tensors_derived_from_weights() -> None:
     torch.manual_seed(0)
     model, (x, y) = Derived().eval(), data()
     for change in ("none", "weights", "masks", "powers", "norms"):
@@ -162,12 +162,12 @@ def test_the_engine_follows_what_is_computed_of_weights() -> None:
         with frozen(model, x) as net:
             assert isinstance(net, Follower)
             assert torch.allclose(net(x), model(x), atol=1e-5), change
-            found = slope(net, x, y)
+            by_engine = slope(net, x, y)
         wanted = slope(model, x, y)
-        assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
+        assert (by_engine - wanted).abs().max() <= 1e-4 * wanted.abs().max(), change
 
 
-def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_value_of_harp_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARP_ENGINE", "of")
     with pytest.raises(RecipeError, match="HARP_ENGINE=of: choose from"), frozen(pruned()[0], data()[0]):
         pass
@@ -207,7 +207,7 @@ def test_an_attack_leaves_the_model_as_it_was() -> None:
     assert "forward" not in vars(model.one)
 
 
-def test_the_same_attack_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attack_with_the_engine_is_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pruned()
     x, y = data()
     points = {}
@@ -260,14 +260,14 @@ def test_without_masks_all_weights_get_their_gradients(monkeypatch: pytest.Monke
                 net.one.weight.copy_(net.one.weight.roll(1, 0))
 
 
-def test_dense_layers_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_dense_layers_and_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harp.engine.sparse_training.WORTH", 0)
     model, _ = pruned(0.9)
     sparse = SparseForward(model, model)
-    assert not sparse._sparse_layers()
+    assert not sparse.sparse_layers()
     model, masks = pruned()
     sparse = SparseForward(model, model, masks)
-    assert len(sparse._sparse_layers()) == 4
+    assert len(sparse.sparse_layers()) == 4
     x = data()[0]
     monkeypatch.setenv("HARP_ENGINE", "off")
     assert torch.equal(sparse(x), model(x))

@@ -1,4 +1,4 @@
-"""What a network takes is known before it is taken: small files can't ask for any amount of memory or time."""
+"""Memory and time of a network are estimated before anything is allocated, so that a small file can't demand much."""
 
 import math
 import tracemalloc
@@ -44,7 +44,7 @@ class Branches(nn.Module):
 
 
 @engine
-def test_the_arena_is_as_large_as_it_is_said_to_be() -> None:
+def test_the_estimate_covers_the_arena() -> None:
     kernels = bindings.kernels()
     assert kernels is not None
     model = Branches().eval()
@@ -97,7 +97,7 @@ HUGE = {
 
 @engine
 @pytest.mark.parametrize("kind", HUGE)
-def test_small_files_that_ask_for_much_are_refused_without_memory(kind: str, tmp_path: Path) -> None:
+def test_small_files_that_need_much_memory_are_refused_before_it_is_allocated(kind: str, tmp_path: Path) -> None:
     nodes, tensors = HUGE[kind]
     masks = {name: tensor != 0 for name, tensor in tensors.items()}
     format.write(tmp_path / "a.harp", tensors, masks, {"graph": {"nodes": nodes}})
@@ -108,14 +108,14 @@ def test_small_files_that_ask_for_much_are_refused_without_memory(kind: str, tmp
 
 
 @engine
-def test_a_stored_kernel_of_any_size_is_refused_without_memory() -> None:
+def test_a_huge_stored_kernel_is_refused_before_memory_is_allocated() -> None:
     graph = Graph.from_dict({"nodes": conv([1, 1, 1], [1, 1, 1], 1)[0]})
     weight = Stored((1, 1, 1 << 20, 1 << 20), np.array([0, (1 << 40) - 1]), np.ones(2, np.float32))
     with within(1 << 20), pytest.raises(BadFile):
         footprint.check(Network(graph, {"a": weight}), 1 << 40)
 
 
-def test_without_native_code_kept_weights_count_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_native_code_pruned_weights_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "kernels", lambda: None)
     nodes, tensors = conv([1, 1000, 1000], [1, 1, 1], 1000)
     format.write(tmp_path / "a.harp", tensors, {"a": tensors["a"] != 0}, {"graph": {"nodes": nodes}})
@@ -124,26 +124,26 @@ def test_without_native_code_kept_weights_count_in_full(tmp_path: Path, monkeypa
 
 
 @engine
-def test_averages_are_over_what_is_inside_the_image(tmp_path: Path) -> None:
+def test_averages_of_huge_windows_read_only_the_image(tmp_path: Path) -> None:
     """The largest windows have four hundred million pixels, and all but two of them are outside."""
     x = torch.rand(3, 2, 2, 1)
     for kernel, stride, padding in ((5, 1, 2), (9, 2, 4), (6, 6, 3), (20_000, 1, 10_000), (10_001, 9999, 5000)):
         nodes, _ = pool([2, 2, 1], kernel, stride, padding)
         format.write(tmp_path / "a.harp", {}, {}, {"graph": {"nodes": nodes}})
         with within(1 << 22):
-            found = harp.load(tmp_path / "a.harp", limit=1 << 30)(x)
+            result = harp.load(tmp_path / "a.harp", limit=1 << 30)(x)
         wanted = nn.functional.avg_pool2d(x.double(), kernel, stride, padding)
-        assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=0)
+        assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=0)
 
 
 @engine
-def test_many_channels_are_copied_without_a_map_of_all_pairs() -> None:
+def test_copying_many_channels_takes_little_memory() -> None:
     nodes = [{"op": "input", "shape": [20_000]}, {"op": "relu"}, {"op": "concat", "inputs": ["input0", "relu1"]}]
     network = Network(Graph.from_dict({"nodes": nodes}), {})
     x = np.linspace(-1, 1, 20_000, dtype=np.float32)[None]
     with within(1 << 26):
-        found = network(x)
-    assert np.array_equal(found, np.concatenate([x, x.clip(0)], 1))
+        result = network(x)
+    assert np.array_equal(result, np.concatenate([x, x.clip(0)], 1))
 
 
 def resnet152(size: int) -> tuple[Graph, dict[str, Stored]]:
@@ -151,12 +151,12 @@ def resnet152(size: int) -> tuple[Graph, dict[str, Stored]]:
     nodes: list[dict[str, Any]] = [{"op": "input", "name": "x", "shape": [3, size, size]}]
     tensors: dict[str, Stored] = {}
 
-    def layer(source: str, given: int, made: int, side: int, kernel: int, stride: int = 1) -> str:
+    def layer(source: str, inputs: int, outputs: int, side: int, kernel: int, stride: int = 1) -> str:
         name = f"conv{len(nodes)}"
         how = {"stride": [stride] * 2, "padding": [kernel // 2] * 2}
-        shape = {"shape": [made, side, side], "tensors": {"weight": name}}
+        shape = {"shape": [outputs, side, side], "tensors": {"weight": name}}
         nodes.append({"op": "conv", "name": name, "inputs": [source], **shape, "attributes": how})
-        weight = (made, given, kernel, kernel)
+        weight = (outputs, inputs, kernel, kernel)
         tensors[name] = Stored(weight, np.array([0, math.prod(weight) - 1]), np.ones(2, np.float32))
         return name
 
@@ -182,7 +182,7 @@ def resnet152(size: int) -> tuple[Graph, dict[str, Stored]]:
 
 
 @engine
-def test_deep_networks_take_what_they_hold_at_a_time() -> None:
+def test_the_estimate_of_a_deep_network_counts_results_held_at_a_time() -> None:
     graph, tensors = resnet152(224)
     assert 64 * sum(math.prod(node.shape) for node in graph.nodes) > 1 << 31
     footprint.check(Network(graph, tensors), 1 << 30)
@@ -191,7 +191,7 @@ def test_deep_networks_take_what_they_hold_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("kernels", [bindings.kernels(), None])
-def test_work_without_end_is_refused(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_multiplications_are_refused(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "kernels", lambda: kernels)
     graph = Graph.from_dict({"nodes": conv([1, 9, 9], [1, 7, 7], 3)[0]})
     network = Network(graph, {"a": np.ones((1, 1, 3, 3), np.float32)})
@@ -219,22 +219,22 @@ def test_many_nodes_are_lowered_in_one_pass(op: str, monkeypatch: pytest.MonkeyP
     assert looks <= 3 * count
 
 
-def test_results_that_nobody_reads_any_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_freed_after_their_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"op": "torch", "shape": [3]}
     nodes = [{"op": "input", "shape": [3], "name": "t0"}]
     for i in range(20):
         arguments = {"op": "aten.exp.default", "args": [{"node": f"t{i}"}]}
         nodes.append({**call, "name": f"t{i + 1}", "attributes": arguments})
-    made: list[weakref.ref[Tensor]] = []
+    alive: list[weakref.ref[Tensor]] = []
     plain = reference.compute
 
     def watched(*arguments: Any) -> Tensor:
-        assert sum(each() is not None for each in made) <= 2
+        assert sum(result() is not None for result in alive) <= 2
         result = plain(*arguments)
-        made.append(weakref.ref(result))
+        alive.append(weakref.ref(result))
         return result
 
     monkeypatch.setattr(reference, "compute", watched)
     network = Network(Graph.from_dict({"nodes": nodes}), {})
     assert network(np.zeros((2, 3), np.float32)).shape == (2, 3)
-    assert len(made) == 20
+    assert len(alive) == 20

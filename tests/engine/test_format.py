@@ -1,4 +1,4 @@
-"""The compact file: exact round trips, small sizes, and no file that can hurt its reader."""
+"""The `.harp` file: exact round trips, small sizes, and a reader that is safe with any file."""
 
 import json
 import math
@@ -96,14 +96,14 @@ def networks(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
 
 @given(networks(), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_exact_values_come_back_bit_by_bit(network: tuple[Tensors, Tensors], deflate: bool) -> None:
+def test_f32_values_are_read_back_exactly(network: tuple[Tensors, Tensors], deflate: bool) -> None:
     tensors, masks = network
     doubles = {name: value.dtype == torch.float64 for name, value in tensors.items()}
     tensors = {name: value.float() if doubles[name] else value for name, value in tensors.items()}
     header = {"architecture": {"description": "ümläut"}, "provenance": {"seed": 3}}
     content = encode(tensors, masks, header, "f32", deflate=deflate)
-    found, dense = read(content)
-    assert {key: found[key] for key in header} == header
+    header_read, dense = read(content)
+    assert {key: header_read[key] for key in header} == header
     assert list(dense) == list(tensors)
     _, sparse = read_sparse(content)
     for name, tensor in tensors.items():
@@ -147,7 +147,7 @@ def test_special_numbers_survive_in_f32_and_f16() -> None:
     assert read_sparse(encode({"w": numbers}, {"w": mask}, {}, "f16"))[1]["w"].values.size == 7
 
 
-def test_int8_knows_tiny_rows_and_rows_of_zeros() -> None:
+def test_int8_stores_tiny_rows_and_rows_of_zeros() -> None:
     weight = torch.tensor([[1e-9, -2e-9, 0.0], [0.0, 0.0, 0.0], [1.0, 0.001, 0.0], [0.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 0], [0, 0, 0]]).bool()
     header, tensors = read(encode({"w": weight}, {"w": mask}, {}, "int8"))
@@ -158,7 +158,7 @@ def test_int8_knows_tiny_rows_and_rows_of_zeros() -> None:
     assert read_sparse(encode({"w": weight}, {"w": mask}, {}, "int8"))[1]["w"].values.size == 6
 
 
-def test_views_other_types_and_tied_tensors() -> None:
+def test_views_other_types_and_tied_tensors_are_stored() -> None:
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     tensors = {
         "turned": base.t(),
@@ -170,18 +170,18 @@ def test_views_other_types_and_tied_tensors() -> None:
         "and again": base,
         "parameter": nn.Parameter(torch.ones(2)),
     }
-    _, found = read(encode(tensors, {}, {}))
+    _, tensors_read = read(encode(tensors, {}, {}))
     for name, tensor in tensors.items():
         expected = tensor.detach().float() if tensor.dtype == torch.bfloat16 else tensor.detach()
-        assert same(found[name], expected.contiguous().numpy()), name
+        assert same(tensors_read[name], expected.contiguous().numpy()), name
 
 
 @pytest.mark.parametrize("others", ["f32", "f16"])
 def test_tensors_without_a_mask_have_their_own_precision(others: str) -> None:
     bias = torch.randn(50, generator=torch.Generator().manual_seed(0))
-    header, found = read(encode({"bias": bias}, {}, {}, "int8", others))
+    header, tensors_read = read(encode({"bias": bias}, {}, {}, "int8", others))
     assert header["tensors"][0]["coding"] == ("plain" if others == "f32" else "f16")
-    assert same(found["bias"], (bias if others == "f32" else bias.half().float()).numpy())
+    assert same(tensors_read["bias"], (bias if others == "f32" else bias.half().float()).numpy())
 
 
 def test_a_file_is_the_same_every_time_and_loads_into_torch(tmp_path: Path) -> None:
@@ -190,15 +190,18 @@ def test_a_file_is_the_same_every_time_and_loads_into_torch(tmp_path: Path) -> N
     for name in ("a.harp", "b.harp"):
         write(tmp_path / name, tensors, {"w": mask}, {"classes": 4}, values="f32")
     assert (tmp_path / "a.harp").read_bytes() == (tmp_path / "b.harp").read_bytes()
-    header, found, masks = load(tmp_path / "a.harp")
+    header, tensors_read, masks = load(tmp_path / "a.harp")
     assert header["classes"] == 4 and masks.keys() == {"w"} and masks["w"].equal(mask)
-    assert all(found[name].equal(tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        tensors_read[name].equal(tensor) and tensors_read[name].dtype == tensor.dtype
+        for name, tensor in tensors.items()
+    )
     assert same(read(str(tmp_path / "a.harp"))[1]["w"], read(tmp_path / "a.harp")[1]["w"])
 
 
 @pytest.mark.parametrize("lanes", [1, 2, reader.FEW - 1, reader.FEW, reader.FEW + 1])
 @pytest.mark.parametrize("odd", [0, 1, 777])
-def test_coded_bytes_come_back_from_few_and_many_lanes(lanes: int, odd: int) -> None:
+def test_coded_bytes_are_decoded_with_few_and_many_lanes(lanes: int, odd: int) -> None:
     count = lanes * reader.PER_LANE - odd
     data = np.random.default_rng(lanes).geometric(0.4, count).clip(0, 255).astype(np.uint8)
     content = coding.symbols(data)
@@ -219,7 +222,7 @@ def test_positions_are_near_the_entropy_bound(density: float) -> None:
 
 
 @pytest.mark.parametrize(("size", "count"), [(960, 590), (2592, 105), (10_368, 126), (73_728, 737), (36_864, 37)])
-def test_small_layers_pay_a_few_bytes_at_most(size: int, count: int) -> None:
+def test_the_code_of_small_layers_has_little_overhead(size: int, count: int) -> None:
     indices = np.sort(np.random.default_rng(0).permutation(size)[:count])
     assert len(coding.positions(indices)) <= 1.03 * log2_choose(size, count) / 8 + 6
 
@@ -267,8 +270,8 @@ def test_vgg16_at_99_percent_is_125_times_smaller() -> None:
     content = encode(tensors, masks, {"architecture": {"name": "vgg16"}}, "f16")
     assert dense / len(content) >= 125
     assert dense / len(encode(tensors, masks, {}, "int8")) >= 170
-    _, found = read(content)
-    assert all(same(found[name], tensors[name].half().float().numpy()) for name in masks)
+    _, tensors_read = read(content)
+    assert all(same(tensors_read[name], tensors[name].half().float().numpy()) for name in masks)
 
 
 def test_vgg16_at_99_9_percent_with_equal_layers_is_1000_times_smaller() -> None:
@@ -299,13 +302,13 @@ def test_vgg16_at_99_9_percent_with_equal_layers_is_1000_times_smaller() -> None
         (({"w": torch.ones(2)}, {}, {"long": "x" * reader.LARGEST_HEADER}), CheckpointError),
     ],
 )
-def test_what_cannot_be_written_is_one_line(arguments: tuple[Any, ...], error: type[Exception]) -> None:
+def test_what_cannot_be_written_is_refused_in_one_line(arguments: tuple[Any, ...], error: type[Exception]) -> None:
     with pytest.raises(error) as refused:
         encode(*arguments)
     assert "\n" not in str(refused.value)
 
 
-# --- Files of strangers
+# --- Untrusted files
 
 
 def small() -> bytes:
@@ -317,13 +320,13 @@ def small() -> bytes:
     return encode(tensors, {"w": mask, "v": mask[:2], "ones": ones != 0}, {"classes": 2}, "int8", deflate=False)
 
 
-def test_the_small_file_has_everything() -> None:
+def test_the_small_file_has_every_coding() -> None:
     content = small()
     header, _ = read(content)
     data = content[24 + struct.unpack_from("<I", content, 8)[0] :]
-    first = {data[each["offset"]] for each in header["tensors"] if "index" in each}
+    first = {data[item["offset"]] for item in header["tensors"] if "index" in item}
     assert {code >= reader.BUCKETS for code in first} == {False, True}
-    assert {each["coding"] for each in header["tensors"]} == {"plain", "int8"}
+    assert {item["coding"] for item in header["tensors"]} == {"plain", "int8"}
 
 
 def test_a_file_cut_anywhere_is_refused() -> None:
@@ -336,7 +339,7 @@ def test_a_file_cut_anywhere_is_refused() -> None:
 
 
 @pytest.mark.parametrize("deflate", [True, False])
-def test_every_flipped_bit_is_seen(deflate: bool) -> None:
+def test_every_flipped_bit_is_detected(deflate: bool) -> None:
     weight, mask = masked((4, 20), 0.3)
     content = encode({"w": weight, "b": torch.ones(2)}, {"w": mask}, {"classes": 2}, "f16", deflate=deflate)
     for position in range(8 * len(content)):
@@ -349,10 +352,10 @@ def test_every_flipped_bit_is_seen(deflate: bool) -> None:
 
 @given(st.binary(max_size=200))
 @settings(max_examples=100, deadline=None)
-def test_garbage_is_refused(content: bytes) -> None:
-    for each in (content, b"HARP" + content, sealed(None, text=content), sealed(None, text=content, packing=1)):
+def test_random_bytes_are_refused(content: bytes) -> None:
+    for candidate in (content, b"HARP" + content, sealed(None, text=content), sealed(None, text=content, packing=1)):
         with pytest.raises(BadFile):
-            read(each)
+            read(candidate)
 
 
 @given(st.data(), st.sampled_from(["plain", "f16", "f32", "int8"]), st.sampled_from(reader.DTYPES))
@@ -365,11 +368,13 @@ def test_any_bytes_in_a_section_are_values_or_refused(data: st.DataObject, store
     sparse = {"nonzeros": count, "index": index, "scale": "f16"} if data.draw(st.booleans()) else {}
     shape = data.draw(st.sampled_from([[20], [2, 10], [20, 2**30], []])) if sparse else [count]
     try:
-        _, found = read_sparse(sealed([entry(content, shape=shape, coding=stored, dtype=dtype, **sparse)], content))
+        _, stored_tensors = read_sparse(
+            sealed([entry(content, shape=shape, coding=stored, dtype=dtype, **sparse)], content)
+        )
     except BadFile as refused:
         assert "\n" not in str(refused)
         return
-    tensor = found["w"]
+    tensor = stored_tensors["w"]
     assert tensor.values.dtype == dtype and len(tensor.values) == count
     if tensor.indices is not None:
         assert (np.diff(tensor.indices) > 0).all() and (
@@ -414,7 +419,7 @@ def test_any_bytes_in_a_section_are_values_or_refused(data: st.DataObject, store
         {"nonzeros": 1, "index": 2, "coding": "int8"},
     ],
 )
-def test_headers_that_lie_are_refused_without_memory(changes: Mapping[str, Any]) -> None:
+def test_false_headers_are_refused_before_memory_is_allocated(changes: Mapping[str, Any]) -> None:
     data = bytes([0, 0]) * 40
     content = sealed([entry(data, **changes)], data)
     with at_most((1 << 20) + 64 * len(content)), pytest.raises(BadFile) as refused:
@@ -422,7 +427,7 @@ def test_headers_that_lie_are_refused_without_memory(changes: Mapping[str, Any])
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
-def test_claims_of_many_values_are_refused_without_memory() -> None:
+def test_headers_with_too_many_values_are_refused_before_memory_is_allocated() -> None:
     """Below the limit, but without the bytes for it: Rice codes, buckets, plain and coded values."""
     count = 100_000_000
     sections = {
@@ -437,7 +442,7 @@ def test_claims_of_many_values_are_refused_without_memory() -> None:
             read(content)
 
 
-def test_more_positions_than_are_told_are_counted_before_they_are_read() -> None:
+def test_surplus_positions_are_refused_before_they_are_decoded() -> None:
     data = bytes([0]) + b"\xff" * 300_000 + ONE
     content = sealed([entry(data, shape=[3_000_000], nonzeros=1, index=300_001)], data)
     with at_most(12 * len(content)), pytest.raises(BadFile, match="1 positions expected, 2400000 found"):
@@ -473,7 +478,7 @@ def wrapping() -> bytes:
         (b"\5\1", ONE, {}, "cut|found"),
     ],
 )
-def test_sections_that_lie_are_refused_for_what_they_are(
+def test_false_sections_are_refused_with_the_reason(
     index: bytes | None, values: bytes, changes: Mapping[str, Any], match: str
 ) -> None:
     data = (index or b"") + values
@@ -508,8 +513,8 @@ def test_one_weight_in_a_huge_tensor_is_read_only_sparsely_or_within_the_limit()
     index = coding.positions(np.array([2**39 + 5]))
     data = index + coding.planes(np.array([1.5], np.float32))
     content = sealed([entry(data, shape=[2**20, 2**20], nonzeros=1, index=len(index))], data)
-    _, found = read_sparse(content)
-    assert found["w"].indices is not None and found["w"].indices.tolist() == [2**39 + 5]
+    _, stored_tensors = read_sparse(content)
+    assert stored_tensors["w"].indices is not None and stored_tensors["w"].indices.tolist() == [2**39 + 5]
     with at_most(1 << 20), pytest.raises(BadFile, match="limit"):
         read(content)
     dense = encode({"w": torch.ones(1000)}, {}, {})
@@ -519,7 +524,7 @@ def test_one_weight_in_a_huge_tensor_is_read_only_sparsely_or_within_the_limit()
             call(dense, limit=3999)
 
 
-def test_deflated_headers_do_not_explode() -> None:
+def test_the_size_of_an_inflated_header_is_limited() -> None:
     bomb = zlib.compress(b'{"tensors": [], "x": "' + b"x" * (1 << 24) + b'"}', 9)
     with at_most(4 * reader.LARGEST_HEADER), pytest.raises(BadFile):
         read(sealed(None, text=bomb, packing=1))
@@ -547,7 +552,7 @@ def test_deflated_headers_do_not_explode() -> None:
         sealed([entry(b"\0" * 20), entry(b"\0" * 20, name="v", offset=21)], b"\0" * 41),
     ],
 )
-def test_files_that_make_no_sense_are_refused(content: bytes, tmp_path: Path) -> None:
+def test_inconsistent_files_are_refused(content: bytes, tmp_path: Path) -> None:
     for call in (read, read_sparse):
         with pytest.raises(BadFile) as refused:
             call(content)
@@ -557,7 +562,7 @@ def test_files_that_make_no_sense_are_refused(content: bytes, tmp_path: Path) ->
         load(tmp_path / "bad.harp")
 
 
-def test_a_missing_file_is_one_line_and_masks_count_for_the_limit(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_in_one_line_and_masks_count_for_the_limit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No such file"):
         load(tmp_path / "none.harp")
     weight, mask = masked((10, 10), 0.1)
@@ -598,12 +603,12 @@ print(float(tensors["w"].sum(dtype="float64")), int((tensors["w"] != 0).sum()), 
 
 def block(title: str) -> str:
     page = (ROOT / "docs" / "format.md").read_text("utf-8")
-    found = re.search(rf"<!-- {title} -->\n```\w*\n(.*?)```", page, re.DOTALL)
-    assert found is not None
-    return found[1]
+    match = re.search(rf"<!-- {title} -->\n```\w*\n(.*?)```", page, re.DOTALL)
+    assert match is not None
+    return match[1]
 
 
-def test_the_example_of_the_page_is_what_is_written() -> None:
+def test_the_example_in_the_docs_is_what_is_written() -> None:
     lines = [line.split() for line in block("the file").splitlines()]
     content = bytes.fromhex("".join("".join(line[1:]) for line in lines))
     assert [int(line[0], 16) for line in lines] == list(range(0, len(content), 16))
@@ -614,11 +619,11 @@ def test_the_example_of_the_page_is_what_is_written() -> None:
     mask = torch.tensor([[0, 1, 0, 0], [1, 0, 1, 0]]).bool()
     header = {"architecture": {"description": "one linear layer"}, "input_shape": [4], "classes": 2}
     assert encode(tensors, {"layer.weight": mask}, header, "f16", deflate=False) == content
-    found, _ = read(content)
-    assert found == json.loads(block("the header"))
+    header_read, _ = read(content)
+    assert header_read == json.loads(block("the header"))
 
 
-def test_the_table_of_the_page_names_every_byte() -> None:
+def test_the_table_in_the_docs_names_every_byte() -> None:
     page = (ROOT / "docs" / "format.md").read_text("utf-8")
     lines = [line.split()[1:] for line in block("the file").splitlines()]
     content = bytes.fromhex("".join("".join(line) for line in lines))
@@ -634,5 +639,5 @@ def test_the_table_of_the_page_names_every_byte() -> None:
     assert at == len(content)
 
 
-def test_the_stream_of_the_page_is_what_is_written() -> None:
+def test_the_stream_in_the_docs_is_what_is_written() -> None:
     assert coding.symbols(np.array([0, 0, 0, 1] * 6, np.uint8)) == bytes.fromhex("".join(block("the stream").split()))

@@ -1,4 +1,4 @@
-"""Graphs: what is captured computes what the model does, survives the file, and garbage is refused."""
+"""Graphs: a captured graph computes what the model does and survives the file; invalid graphs are refused."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harp.engine.capture.capture import Captured, capture
-from harp.engine.format.reader import BadFile
+from harp.engine.format.reader import BadFile, Stored
 from harp.engine.graph import reference
 from harp.engine.graph.allowed_calls import is_allowed
 from harp.engine.graph.nodes import Graph, Node
@@ -63,7 +63,7 @@ def check(model: nn.Module, x: Tensor) -> Captured:
     tensors = captured.tensors(model)
     assert list(tensors) == again.tensor_names()
     again.check({name: tensor.shape for name, tensor in tensors.items()})
-    reference.check(again, tensors)
+    reference.check(again, {name: Stored(tuple(t.shape), None, t.numpy()) for name, t in tensors.items()})
     frozen = copy.deepcopy(model).eval()
     for images in (x[:1], x, x.repeat(2, *[1] * (x.ndim - 1))):
         assert same(reference.run(again, tensors, images), frozen(images).detach(), 1e-4)
@@ -76,7 +76,7 @@ def cases() -> dict[str, tuple[nn.Module, Captured]]:
     return {name: (model := build(name), check(model, batch(3)[0])) for name in CASES}
 
 
-def test_what_layers_become(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
+def test_layers_become_operations(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
     _, conv = cases["conv"]
     assert ops(conv.graph) == {
         "input": 1, "conv": 2, "relu": 3, "maxpool": 1, "avgpool": 1, "flatten": 1, "linear": 2,
@@ -101,7 +101,7 @@ def test_a_shared_weight_has_one_tensor(cases: dict[str, tuple[nn.Module, Captur
     assert tied.graph.tensor_names().count("up.weight") == 1
 
 
-def test_a_transformer_is_left_to_torch(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
+def test_torch_computes_a_transformer(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
     model, captured = cases["transformer"]
     assert captured.graph.needs_torch
     assert captured.graph.nodes[1].op == "conv"
@@ -121,7 +121,7 @@ def test_a_graph_whose_answers_are_not_numbers_is_refused() -> None:
         capture(Divided(), torch.rand(2, 1, 3, 3))
 
 
-def test_tensors_are_those_of_the_moment(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
+def test_tensors_are_computed_from_the_current_weights(cases: dict[str, tuple[nn.Module, Captured]]) -> None:
     _, captured = cases["residual"]
     other = build("residual", seed=7).eval()
     x = batch(5)[0]
@@ -159,17 +159,17 @@ class Odd(nn.Module):
         return F.dropout(F.normalize(self.last(x)), training=self.training)
 
 
-def test_odd_calls() -> None:
+def test_unusual_calls_are_captured() -> None:
     captured = check(randomised(Odd()), torch.rand(2, 3, 8, 8))
-    found = ops(captured.graph)
-    assert found["affine"] == 5, "the constants before, 1 - 2x, the norm behind the ReLU, the norms of two uses"
+    counts = ops(captured.graph)
+    assert counts["affine"] == 5, "the constants before, 1 - 2x, the norm behind the ReLU, the norms of two uses"
     assert captured.graph.nodes[1].op == "affine", "the differences and quotients of constants are one map"
     assert list(captured.folds) == ["tanh"], "one layer before two norms, and a norm behind a ReLU, stay"
     names = {node.attributes["op"] for node in captured.graph.nodes if node.op == "torch"}
     assert "aten.conv2d.padding" in names, "zeros on one side only"
     assert {"aten.gelu.default", "aten.split.Tensor"} <= names
     assert not any("dropout" in name or "clone" in name for name in names)
-    assert (found["clip"], found["leaky"], found["maxpool"], found["avgpool"]) == (2, 1, 1, 1)
+    assert (counts["clip"], counts["leaky"], counts["maxpool"], counts["avgpool"]) == (2, 1, 1, 1)
 
 
 def test_normalisation_is_one_affine_map() -> None:
@@ -240,13 +240,13 @@ class Pair(nn.Module):
         (Pair(), "one tensor"),
     ],
 )
-def test_models_without_a_graph(model: nn.Module, words: str) -> None:
+def test_models_that_cannot_be_captured_are_refused(model: nn.Module, words: str) -> None:
     with pytest.raises(ModelError, match=words) as caught:
         capture(model, torch.rand(2, 3, 4, 4))
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_overwrites_its_images() -> None:
+def test_a_model_that_overwrites_its_images_is_captured() -> None:
     x = torch.rand(2, 3, 4, 4)
     captured = capture(Overwriting(), x.clone())
     assert [node.op for node in captured.graph.nodes] == ["input", "affine", "relu", "flatten"]
@@ -258,7 +258,7 @@ def test_graphs_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# What strangers may write.
+# Untrusted graphs.
 
 CONV: dict[str, Any] = {"op": "conv", "name": "a", "shape": [4, 6, 6], "attributes": {"padding": [1, 1]}}
 INPUT = {"op": "input", "shape": [3, 6, 6]}
@@ -341,7 +341,7 @@ FIELDS = ["op", "name", "inputs", "shape", "tensors", "attributes"]
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_garbage_is_refused_or_read(data: st.DataObject) -> None:
+def test_random_graphs_are_refused_or_read(data: st.DataObject) -> None:
     """A good graph with something put somewhere: read, and then the same again, or refused, and nothing else."""
     good = [INPUT, CONV, {"op": "relu"}, {"op": "maxpool", "attributes": {"kernel": [2, 2], "stride": [2, 2]}},
             {**TORCH, "shape": [4, 3, 3], "attributes": {"op": "aten.gelu.default", "args": [{"node": "maxpool3"}]}},
@@ -363,7 +363,7 @@ def test_garbage_is_refused_or_read(data: st.DataObject) -> None:
     assert Graph.from_dict(json.loads(json.dumps(graph.as_dict()))) == graph
 
 
-def test_tensors_must_fit() -> None:
+def test_tensors_of_other_shapes_are_refused() -> None:
     graph = graph_of(CONV, {"op": "flatten"}, {"op": "linear", "name": "b", "shape": [5]})
     good: dict[str, tuple[int, ...]] = {"a.weight": (4, 3, 3, 3), "a.bias": (4,), "b.weight": (5, 144), "b.bias": (5,)}
     graph.check(good)
@@ -389,7 +389,7 @@ X, T = {"node": "x"}, {"tensor": "t"}
      "aten.reflection_pad2d.default", "aten.repeat_interleave.self_int", "aten.native_dropout.default",
      "aten.native_batch_norm.default", "aten.resize.default", "aten.segment_reduce.default", "aten.lstm.input"],
 )  # fmt: skip
-def test_functions_that_a_file_must_not_call(name: str) -> None:
+def test_functions_that_a_file_must_not_call_are_refused(name: str) -> None:
     graph = graph_of({**TORCH, "attributes": {"op": name, "args": [{"node": "input0"}]}})
     with pytest.raises(BadFile):
         reference.check(graph, {})
@@ -413,10 +413,10 @@ def test_no_function_that_trusts_its_arguments_is_allowed() -> None:
     allowed = set()
     for packet in dir(torch.ops.aten):
         for overload in getattr(getattr(torch.ops.aten, packet), "overloads", list)():
-            found = getattr(getattr(torch.ops.aten, packet), overload)
-            if is_allowed(found):
+            function = getattr(getattr(torch.ops.aten, packet), overload)
+            if is_allowed(function):
                 allowed.add(packet)
-                assert not found._schema.is_mutable and not packet.endswith("_")
+                assert not function._schema.is_mutable and not packet.endswith("_")
     assert 200 < len(allowed) < 300
     assert not [name for name in allowed if any(word in name for word in words) and name != "outer"]
 
@@ -436,7 +436,9 @@ def test_no_function_that_trusts_its_arguments_is_allowed() -> None:
         ("scaled_dot_product_attention", [X, X, X], {"dropout_p": 0.5}, "at random"),
     ],
 )
-def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: dict[str, Any], words: str) -> None:
+def test_arguments_that_a_file_must_not_give_are_refused(
+    op: str, args: list[Any], kwargs: dict[str, Any], words: str
+) -> None:
     call: dict[str, Any] = {
         "op": f"aten.{op}.{'int' if op == 'softmax' else 'default'}",
         "args": args,
@@ -445,7 +447,7 @@ def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: d
     call |= {"pick": 0} if op.startswith("_native") else {}
     graph = Graph.from_dict({"nodes": [IMAGES, {"op": "torch", "shape": [4, 4, 4], "attributes": call}]})
     with pytest.raises(BadFile, match=words):
-        reference.check(graph, {"t": torch.zeros(1)})
+        reference.check(graph, {"t": Stored((1,), None, torch.zeros(1).numpy())})
 
 
 @pytest.mark.parametrize(
@@ -457,7 +459,7 @@ def test_arguments_that_a_file_must_not_give(op: str, args: list[Any], kwargs: d
         ({"shape": [3], "attributes": {"op": "aten.gelu.default", "args": [{"node": "input0"}], "pick": 1}}, "picks"),
     ],
 )  # fmt: skip
-def test_functions_must_give_what_the_file_says(node: dict[str, Any], words: str) -> None:
+def test_functions_must_give_the_stated_shape(node: dict[str, Any], words: str) -> None:
     with pytest.raises(BadFile, match=words):
         reference.check(graph_of({"op": "torch", **node}), {})
 
@@ -486,7 +488,7 @@ INCEPTION = {"aux_logits": False, "transform_input": True, "init_weights": False
         pytest.param(vision("vit_b_16", image_size=32), 32, None, id="vit", marks=pytest.mark.slow),
     ],
 )
-def test_known_architectures(make: Callable[[], nn.Module], size: int, torch_nodes: int | None) -> None:
+def test_known_architectures_are_captured(make: Callable[[], nn.Module], size: int, torch_nodes: int | None) -> None:
     try:
         model = make()
     except (MissingExtra, ImportError):

@@ -1,4 +1,4 @@
-"""Files that are well-formed and sealed, and say anything: `harp.load` and one call answer or refuse, nothing else."""
+"""Well-formed files with valid checksums and any content: `harp.load` and one call answer or refuse, nothing else."""
 
 import json
 import math
@@ -76,7 +76,7 @@ class Forger:
 
     def tensor(self, shape: list[int], dtype: str = "float32") -> str:
         """A tensor of any shape with a few entries."""
-        shape, name = [max(1, abs(each)) for each in shape], f"t{len(self.entries)}"
+        shape, name = [max(1, abs(size)) for size in shape], f"t{len(self.entries)}"
         size = min(math.prod(shape), 1 << 40)
         count = self.draw(st.integers(0, min(size, 6)))
         indices = np.array(
@@ -99,7 +99,7 @@ class Forger:
         self.nodes.append(entry)
         attributes = complete(op, more.get("attributes", {}))
         try:
-            follows = result_shape(op, attributes, [self.known[each].shape for each in inputs])
+            follows = result_shape(op, attributes, [self.known[name].shape for name in inputs])
         except (BadFile, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
             return
         self.known[name] = Node(name, op, tuple(inputs), follows or tuple(shape or ()), {}, attributes)
@@ -114,41 +114,41 @@ class Forger:
         """A convolution or a linear layer whose shape is right if there is any."""
         source = self.some()
         given = self.known[source].shape
-        made = max(1, self.draw(self.numbers))
+        outputs = max(1, self.draw(self.numbers))
         if len(given) != 3:
-            tensors = {"weight": self.tensor([made, given[0] if given else 1])}
-            self.add("linear", [source], [made], tensors=tensors)
+            tensors = {"weight": self.tensor([outputs, given[0] if given else 1])}
+            self.add("linear", [source], [outputs], tensors=tensors)
             return
         groups = self.draw(st.sampled_from([1, 1, given[0], self.draw(self.numbers)])) or 1
-        kernel, stride, padding, dilation = ([max(1, each) for each in self.pair()] for _ in range(4))
+        kernel, stride, padding, dilation = ([max(1, size) for size in self.pair()] for _ in range(4))
         if self.draw(st.booleans()):
             stride = [1, 1]
         if self.draw(st.booleans()):
-            padding = [each * (size - 1) // 2 for each, size in zip(dilation, kernel, strict=True)]
+            padding = [step * (size - 1) // 2 for step, size in zip(dilation, kernel, strict=True)]
         if self.draw(st.integers(0, 5)):  # windows that fit
             room = [
-                (each + 2 * pad - 1) // far + 1 for each, pad, far in zip(given[1:], padding, dilation, strict=True)
+                (length + 2 * pad - 1) // far + 1 for length, pad, far in zip(given[1:], padding, dilation, strict=True)
             ]
-            kernel = [min(each, most) for each, most in zip(kernel, room, strict=True)]
+            kernel = [min(size, most) for size, most in zip(kernel, room, strict=True)]
         windows = zip(given[1:], kernel, stride, padding, dilation, strict=True)
-        size = [(each + 2 * pad - far * (tall - 1) - 1) // step + 1 for each, tall, step, pad, far in windows]
-        made = max(1, made // groups) * groups
-        tensors = {"weight": self.tensor([made, max(1, given[0] // groups), *kernel])}
+        size = [(length + 2 * pad - far * (tall - 1) - 1) // step + 1 for length, tall, step, pad, far in windows]
+        outputs = max(1, outputs // groups) * groups
+        tensors = {"weight": self.tensor([outputs, max(1, given[0] // groups), *kernel])}
         if self.draw(st.booleans()):
-            tensors["bias"] = self.tensor([made])
+            tensors["bias"] = self.tensor([outputs])
         how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        self.add("conv", [source], [made, *(max(1, each) for each in size)], tensors=tensors, attributes=how)
+        self.add("conv", [source], [outputs, *(max(1, length) for length in size)], tensors=tensors, attributes=how)
 
     def pool(self) -> None:
         op, source = self.draw(st.sampled_from(["maxpool", "avgpool"])), self.some()
-        kernel, stride = ([max(1, each) for each in self.pair()] for _ in range(2))
+        kernel, stride = ([max(1, size) for size in self.pair()] for _ in range(2))
         given = self.known[source].shape
         if len(given) == 3 and self.draw(st.integers(0, 5)):
-            kernel = [min(each, size) for each, size in zip(kernel, given[1:], strict=True)]
+            kernel = [min(length, size) for length, size in zip(kernel, given[1:], strict=True)]
         how: dict[str, Any] = {"kernel": kernel, "stride": stride, "ceil": self.draw(st.booleans())}
-        how["padding"] = [self.draw(st.sampled_from([0, each // 2])) for each in kernel]
+        how["padding"] = [self.draw(st.sampled_from([0, length // 2])) for length in kernel]
         if op == "maxpool" and self.draw(st.booleans()):
-            how["dilation"] = [max(1, each) for each in self.pair()]
+            how["dilation"] = [max(1, size) for size in self.pair()]
         self.add(op, [source], attributes=how)
 
     def plain(self) -> None:
@@ -181,13 +181,15 @@ class Forger:
         shape = self.draw(st.lists(NUMBER, max_size=4))
         inputs = mentioned(attributes, "node")
         node = Node(name, "torch", inputs, (), {}, attributes)
-        few = [each for each in self.entries if math.prod(each["shape"]) < 1 << 40]
-        types = {each["name"]: reference.dtype(each["dtype"]) for each in few}
-        shells = {each["name"]: torch.empty(each["shape"], dtype=types[each["name"]], device="meta") for each in few}
+        few = [entry for entry in self.entries if math.prod(entry["shape"]) < 1 << 40]
+        types = {entry["name"]: reference.dtype(entry["dtype"]) for entry in few}
+        shells = {
+            entry["name"]: torch.empty(entry["shape"], dtype=types[entry["name"]], device="meta") for entry in few
+        }
         try:
-            given = [torch.empty(3, *self.known[each].shape, device="meta") for each in inputs]
-            found = reference.step(node, given, shells, torch.empty(3, device="meta"))
-            sizes = list(found.shape)
+            given = [torch.empty(3, *self.known[name].shape, device="meta") for name in inputs]
+            result = reference.step(node, given, shells, torch.empty(3, device="meta"))
+            sizes = list(result.shape)
             shape = sizes[1:] if sizes[0] == 3 else [-1 if size == 3 else size for size in sizes]
         except Exception:  # then the file is wrong, which is as good
             pass
@@ -204,15 +206,15 @@ class Forger:
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where in a JSON value something is."""
     yield path
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from paths(each, (*path, key))
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from paths(item, (*path, key))
 
 
 @st.composite
 def forged(draw: st.DrawFn) -> bytes:
     forger = Forger(draw)
     shape = draw(st.one_of(st.tuples(SMALL, SMALL, SMALL), st.tuples(SMALL), st.tuples(SMALL, ANY, ANY)))
-    forger.add("input", [], [max(1, each) for each in shape])
+    forger.add("input", [], [max(1, size) for size in shape])
     del forger.nodes[0]["inputs"]
     forger.nodes[0]["name"] = "x"
     forger.known = {"x": forger.known.pop("n0")}
@@ -229,8 +231,8 @@ def forged(draw: st.DrawFn) -> bytes:
         places = list(paths(graph))[1:]
         *path, key = places[draw(st.integers(0, 9999)) % len(places)]
         inner: Any = graph
-        for each in path:
-            inner = inner[each]
+        for step in path:
+            inner = inner[step]
         inner[key] = draw(ODD)
         graph = json.loads(json.dumps(graph))
     header = json.dumps({"tensors": forger.entries, "graph": graph}).encode()
@@ -266,18 +268,18 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def stranger() -> Iterator[Victim]:
-    made = Victim()
-    yield made
-    made.close()
+def other_process() -> Iterator[Victim]:
+    started = Victim()
+    yield started
+    started.close()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(content=forged())
-def test_any_file_is_answered_or_refused(content: bytes, stranger: Victim) -> None:
-    said = stranger.asked(content)
+def test_any_file_gives_an_answer_or_is_refused(content: bytes, other_process: Victim) -> None:
+    said = other_process.asked(content)
     assert said.startswith(("answer", "refused")), f"{said}\n{content!r}"
 
 
-def test_some_of_these_files_can_be_computed(stranger: Victim) -> None:
-    assert stranger.answers >= stranger.calls / 10
+def test_some_of_these_files_can_be_computed(other_process: Victim) -> None:
+    assert other_process.answers >= other_process.calls / 10

@@ -1,4 +1,4 @@
-"""The engine's library: which kernels are taken, and what is said of variables that ask for others."""
+"""The engine's library: which kernels are used, and errors of the variables that select others."""
 
 import copy
 import ctypes
@@ -29,7 +29,7 @@ def able() -> list[str]:
 
 
 @pytest.mark.parametrize("isa", bindings.ISAS)
-def test_kernels_can_be_asked_for(isa: str) -> None:
+def test_harp_isa_selects_kernels(isa: str) -> None:
     code = "from harp.engine.native import bindings; print(bindings.kernels().name.decode())"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "HARP_ISA": isa}, capture_output=True, text=True
@@ -40,7 +40,7 @@ def test_kernels_can_be_asked_for(isa: str) -> None:
         assert f"HARP_ISA={isa}: this CPU does not have it; choose from" in done.stderr
 
 
-def test_kernels_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HARP_ISA", "avx3")
     with pytest.raises(RecipeError, match=f"^HARP_ISA=avx3: there is none of this name; choose from {able()[0]}"):
         bindings.kernels.__wrapped__()
@@ -56,7 +56,7 @@ def test_kernels_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch)
         assert bindings.kernels.__wrapped__() is None
 
 
-def test_a_library_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HARP_NATIVE", raising=False)
     for file, words in (
         (tmp_path / "none.so", "none.so: .*[Nn]o such file"),

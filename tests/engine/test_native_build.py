@@ -1,4 +1,4 @@
-"""The native build: one library for any CPU, from any compiler, and an install that goes on without one."""
+"""The native build: one library for any CPU, from any compiler, and an install that works without one."""
 
 import ctypes
 import importlib.util
@@ -75,10 +75,10 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def compiler() -> build.Compiler:
-    found = build.find_compiler()
-    if found is None:
+    working = build.find_compiler()
+    if working is None:
         pytest.skip("this machine has no C++ compiler")
-    return found
+    return working
 
 
 def command_in(folder: Path, name: str, text: str) -> None:
@@ -140,7 +140,7 @@ def test_a_failed_build_says_why_and_leaves_the_old_library(
     assert {path.name for path in tmp_path.iterdir()} == {"native", "native.so"}
 
 
-def test_a_place_that_cannot_be_written_is_a_failure_in_one_line(
+def test_an_output_that_cannot_be_written_fails_in_one_line(
     compiler: build.Compiler, sources: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -161,12 +161,12 @@ def test_a_command_that_does_not_compile_is_no_compiler(
     with pytest.raises(build.BuildFailed, match="no C\\+\\+ compiler"):
         build.working_compiler()
     command_in(tmp_path / "bin", "g++", f'PATH={path} exec {real} "$@"')
-    found = build.find_compiler()
-    assert found is not None and found.command == ("g++",) and found.x86 == compiler.x86
+    chosen = build.find_compiler()
+    assert chosen is not None and chosen.command == ("g++",) and chosen.x86 == compiler.x86
     monkeypatch.setenv("CXX", f"{real} -O0")
-    found = build.find_compiler()
+    chosen = build.find_compiler()
     # Its parts are looked for on the path, which is empty here; what matters is that nobody else is taken.
-    assert found is None or found.command == (real, "-O0")
+    assert chosen is None or chosen.command == (real, "-O0")
     monkeypatch.setenv("CXX", "c++ -O0")
     assert build.find_compiler() is None
     with pytest.raises(build.BuildFailed, match=r"CXX=c\+\+ -O0 does not compile"):
@@ -177,12 +177,12 @@ def test_zig_compiles_for_any_cpu_not_for_this_one(tmp_path: Path, monkeypatch: 
     command_in(tmp_path / "ziglang", "zig", "echo '#define __x86_64__ 1'")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", os.devnull)
-    found = build.find_compiler(tmp_path / "ziglang")
-    assert found is not None and found.x86
-    assert found.command[1:] == ("c++", "-mcpu=baseline") and found.link == ("-nostdlib++",)
+    chosen = build.find_compiler(tmp_path / "ziglang")
+    assert chosen is not None and chosen.x86
+    assert chosen.command[1:] == ("c++", "-mcpu=baseline") and chosen.link == ("-nostdlib++",)
 
 
-def test_the_command_builds_what_is_not_current(
+def test_the_command_builds_unless_the_library_is_current(
     compiler: build.Compiler, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     library = tmp_path / "native.so"
@@ -225,7 +225,7 @@ def test_the_command_needs_nothing_but_python(tmp_path: Path) -> None:
     assert "--flags" in subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
 
 
-def test_the_library_of_this_checkout_is_of_its_present_sources() -> None:
+def test_the_library_of_this_checkout_is_current() -> None:
     if os.environ.get("HARP_NATIVE") == "0" or not build.LIBRARY.exists():
         pytest.skip("no native code here")
     assert build.is_current(), "make native"
@@ -345,8 +345,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
     environment = os.environ | {"PYTHONPATH": str(tools)}
     subprocess.run([sys.executable, "-c", code, folder], cwd=ROOT, env=environment, check=True)
-    (found,) = folder.glob("*.tar.gz")
-    return found
+    (archive,) = folder.glob("*.tar.gz")
+    return archive
 
 
 def installed(sdist: Path, folder: Path, environment: dict[str, str]) -> tuple[str, Path]:

@@ -32,7 +32,7 @@ class Writer:
         names = {role: f"{name}.{role}" for role in tensors}
         self.tensors |= {names[role]: tensor for role, tensor in tensors.items()}
         node = Node(name, op, inputs, (), names, attributes)
-        shells = [torch.zeros(2, *self.shape(each)) for each in inputs]
+        shells = [torch.zeros(2, *self.shape(source)) for source in inputs]
         given_tensors = {names[role]: torch.from_numpy(tensor) for role, tensor in tensors.items()}
         shape = tuple(reference.step(node, shells, given_tensors, torch.zeros(2)).shape[1:])
         self.nodes.append(Node(name, op, inputs, shape, names, attributes))
@@ -113,21 +113,21 @@ def images(graph: Graph, count: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).random((count, *graph.input_shape), dtype=np.float32)
 
 
-def torch_way(
-    graph: Graph, tensors: dict[str, Any], x: Any, gradient: Any, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def by_torch(graph: Graph, tensors: dict[str, Any], x: Any, gradient: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits and the gradient of the images, by torch."""
     points = torch.from_numpy(x).to(dtype).requires_grad_(True)
     full = {name: torch.from_numpy(np.asarray(tensor)).to(dtype) for name, tensor in tensors.items()}
     result = reference.run(graph, full, points)
     if not result.requires_grad:
         return result, torch.zeros_like(points)
-    (found,) = torch.autograd.grad(result, points, torch.from_numpy(gradient).to(dtype), allow_unused=True)
-    return result.detach(), torch.zeros_like(points) if found is None else found
+    (input_gradient,) = torch.autograd.grad(result, points, torch.from_numpy(gradient).to(dtype), allow_unused=True)
+    return result.detach(), torch.zeros_like(points) if input_gradient is None else input_gradient
 
 
-def close(found: Any, wanted: Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((torch.from_numpy(found).double() - wanted).abs().max() <= tolerance * max(1e-3, wanted.abs().max()))
+def close(result: Any, expected: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool(
+        (torch.from_numpy(result).double() - expected).abs().max() <= tolerance * max(1e-3, expected.abs().max())
+    )
 
 
 def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options: Any) -> Network:
@@ -138,4 +138,4 @@ def engine_of(model: nn.Module, shape: tuple[int, ...] = (3, 16, 16), **options:
 def ops(network: Network, lanes: int) -> set[int]:
     (runner,) = network.parts
     assert isinstance(runner, Runner)
-    return {step.op for step in runner.builder(lanes, "forward").codes[0].steps}
+    return {step.op for step in runner.builder(lanes, "forward").steps[0].steps}

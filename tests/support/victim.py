@@ -1,4 +1,4 @@
-"""A process that loads files from strangers, for tests: it may answer or refuse, but not crash, hang or swell.
+"""A process that loads untrusted files, for tests: it may answer or refuse, but not crash, hang or swell.
 
 Every line on standard input is a file's content in hexadecimal; every line of output says what came of it.
 """
@@ -29,8 +29,8 @@ def tried(content: bytes, path: Path) -> str:
     try:
         network = harp.load(path, limit=LIMIT)
         shape = network.graph.input_shape
-        found = [np.asarray(network(np.full((count, *shape), 0.5, np.float32))) for count in (1, 3)]
-        return f"answer {found[0].shape} {found[1].shape}"
+        answers = [np.asarray(network(np.full((count, *shape), 0.5, np.float32))) for count in (1, 3)]
+        return f"answer {answers[0].shape} {answers[1].shape}"
     except HarpError as error:
         text = str(error)
         return f"defect: long message {text[:2000]!r}" if "\n" in text or len(text) > 1000 else f"refused {text}"

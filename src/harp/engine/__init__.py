@@ -4,10 +4,10 @@ graph/              a network as plain data, its reference implementation in tor
 capture/            from a torch model to a graph
 format/             the `.harp` file format
 load, store         networks from and to `.harp` files
+footprint           how much memory and time a file would take
 lowering/           from a graph to programs of the native code
 native/             the C++ code, its build and its bindings
 runner, network     run the programs
-torch_fallback      nodes that the native code can't compute
 follower            attacks on a torch model whose weights change
 sparse_training     training with sparse layers
 """

@@ -40,24 +40,14 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
         graph.check({name: tensor.shape for name, tensor in stored.items()})
         footprint.check_taps(graph, {name: len(tensor.values) for name, tensor in stored.items()}, limit)
         if graph.needs_torch:
-            _check_with_torch(graph, stored)
+            from harp.engine.graph import reference  # loads torch
+
+            reference.check(graph, stored)
         network = Network(graph, _tensors(graph, stored, limit), threads=threads, header=header)
         footprint.check(network, limit)
     except (OSError, BadFile) as error:
         raise CheckpointError(f"can't read {path}: {error if isinstance(error, BadFile) else reason(error)}") from error
     return network
-
-
-def _check_with_torch(graph: Graph, stored: dict[str, Stored]) -> None:
-    import torch  # here, as most networks don't need it
-
-    from harp.engine.graph import reference
-
-    meta_tensors = {
-        name: torch.empty(tensor.shape, dtype=reference.dtype(tensor.values.dtype.name), device="meta")
-        for name, tensor in stored.items()
-    }
-    reference.check(graph, meta_tensors)
 
 
 def _tensors(graph: Graph, stored: dict[str, Stored], limit: int) -> dict[str, Stored]:

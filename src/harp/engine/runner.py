@@ -38,7 +38,7 @@ class Runner:
         _check_rows(x, self.input_size)
         outputs, kept = np.empty((len(x), self.output_size), np.float32), []
         for lanes, count, read, written in self._groups(x, outputs):
-            program = self.builder(lanes, "backward" if keep else "forward").codes[0].program
+            program = self.builder(lanes, "backward" if keep else "forward").programs[0]
             kept.append(np.empty(count * program.kept, np.uint8))
             bindings.run(program, count, self.threads, read, written, kept[-1])
         return outputs, kept
@@ -51,14 +51,14 @@ class Runner:
         if len(kept) != sum(map(bool, divmod(len(gradient), self.lanes))):
             raise problem
         for (lanes, count, read, written), state in zip(self._groups(gradient, gradients), kept, strict=True):
-            program = self.builder(lanes, "backward").codes[1].program
+            program = self.builder(lanes, "backward").programs[1]
             if state.nbytes != count * program.kept:
                 raise problem
             bindings.run(program, count, self.threads, read, written, state)
         return gradients
 
-    def learn(self, gradient: Array, x: Array, *, input_gradient: bool) -> tuple[Array | None, Array]:
-        """The gradients of the input, if asked for, and of the weights of a stage with one product.
+    def learn(self, gradient: Array, x: Array) -> tuple[Array, Array]:
+        """The gradients of the input and of the weights of a stage with one product.
 
         `gradient` is that of the output, `x` the input of the forward pass.
         """
@@ -66,17 +66,14 @@ class Runner:
         _check_rows(x, self.input_size)
         if len(gradient) != len(x):
             raise DataError(f"{len(gradient)} gradients for {len(x)} images")
-        gradients = np.empty((len(x), self.input_size if input_gradient else 0), np.float32)
-        total: Array | None = None
+        gradients, total = np.empty((len(x), self.input_size), np.float32), []
         for lanes, count, read, inputs, written in self._groups(gradient, x, gradients):
-            builder = self.builder(lanes, "weights and input" if input_gradient else "weights")
-            program, slots = builder.codes[0].program, builder.weight_slots
+            builder = self.builder(lanes, "weights")
+            program, slots = builder.programs[0], builder.weight_slots
             sums = np.empty((count, program.kept // 4), np.float32)
             bindings.run(program, count, self.threads, read, written, sums, inputs)
-            summed = sums[:, : len(slots)].sum(0)[slots]  # the rest of a row is padding
-            total = summed if total is None else total + summed
-        assert total is not None
-        return gradients if input_gradient else None, total
+            total.append(sums[:, : len(slots)].sum(0)[slots])  # the rest of a row is padding
+        return gradients, sum(total[1:], start=total[0])
 
     def refill(self, values: Mapping[Product, tuple[Array, Array | None]]) -> None:
         """Replace the weights and biases of the products, in all programs."""

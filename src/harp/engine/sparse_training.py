@@ -50,10 +50,10 @@ class SparseForward:
         suits = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         if not suits or wanted() == "off":
             return self.forward(x)
-        with _replaced_forwards(self._sparse_layers()):
+        with _replaced_forwards(self.sparse_layers()):
             return self.forward(x)
 
-    def _sparse_layers(self) -> dict[nn.Module, "_Layer"]:
+    def sparse_layers(self) -> dict[nn.Module, "_Layer"]:
         """The layers that are sparse with the current weights or masks."""
         limit = SPARSE_ENOUGH_TO_CHANGE if self.masks is None else SPARSE_ENOUGH
         layers = {}
@@ -178,7 +178,7 @@ class _Sparse(torch.autograd.Function):
             input_gradient = code.runner.backward(_rows(gradient), ctx.kept) if needs_input else None
             weight_gradient = layer.weight_gradient(x, gradient) if needs_weight else None
         else:
-            input_gradient, values = code.runner.learn(_rows(gradient), _rows(x), input_gradient=needs_input)
+            input_gradient, values = code.runner.learn(_rows(gradient), _rows(x))
             weight_gradient = torch.zeros(weight.numel()).index_copy_(0, code.index, torch.from_numpy(values))
             weight_gradient = weight_gradient.view_as(weight)
         bias_gradient = gradient.sum([0, *range(2, gradient.ndim)]) if ctx.has_bias and needs_bias else None

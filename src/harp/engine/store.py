@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harp.engine import format
-from harp.engine.graph.nodes import Graph, Node
+from harp.engine.graph.nodes import Graph
 
 
 def pack(
@@ -25,7 +25,7 @@ def pack(
     kept weights, `others` that of all other tensors, as in `harp.engine.format.write`. Biases of channels that no kept
     weight reads are left out, as they do not change the result.
     """
-    kept = {name: _mask(name, tensors, masks) for name in weight_names(graph, masks)}
+    kept = {name: masks[name] if name in masks else tensors[name] != 0 for name in _sparse_names(graph, masks)}
     biases = _read_biases(graph, kept)
     stored = {name: tensor.masked_fill(~biases[name].to(tensor.device), 0) if name in biases else tensor
               for name, tensor in tensors.items()}  # fmt: skip
@@ -34,7 +34,7 @@ def pack(
     )
 
 
-def weight_names(graph: Graph, masks: Mapping[str, Tensor]) -> list[str]:
+def _sparse_names(graph: Graph, masks: Mapping[str, Tensor]) -> list[str]:
     """The tensors that are stored sparsely: the weights of layers, and tensors with a mask."""
     layers = [node.tensors["weight"] for node in graph.nodes if node.op in ("conv", "linear")]
     # Torch computes a linear layer of sequences; its weight is the second argument.
@@ -42,10 +42,6 @@ def weight_names(graph: Graph, masks: Mapping[str, Tensor]) -> list[str]:
     linear = [call["args"][1].get("tensor") for call in calls if call["op"] == "aten.linear.default"]
     names = graph.tensor_names()
     return list(dict.fromkeys(name for name in [*layers, *linear, *masks] if name in names))
-
-
-def _mask(name: str, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Tensor:
-    return masks[name] if name in masks else tensors[name] != 0
 
 
 def _read_biases(graph: Graph, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -68,9 +64,10 @@ def read_channels(graph: Graph, masks: Mapping[str, Tensor]) -> dict[str, Tensor
     The search goes from the output backwards. A channel is read if it is an input of a kept weight whose output channel
     is read, or if an operation passes it on to a channel that is read. A "torch" node reads all channels.
     """
-    flags = {node.name: torch.zeros(_channels(node), dtype=torch.bool) for node in graph.nodes}
+    shapes = {node.name: node.shape for node in graph.nodes}
+    # If the batch axis is not in front, only "torch" nodes use the number of channels.
+    flags = {name: torch.zeros(abs(shape[0]) if shape else 1, dtype=torch.bool) for name, shape in shapes.items()}
     flags[graph.output][:] = True
-    nodes = {node.name: node for node in graph.nodes}
     for node in reversed(graph.nodes):
         read = flags[node.name]
         offset = 0
@@ -83,16 +80,11 @@ def read_channels(graph: Graph, masks: Mapping[str, Tensor]) -> dict[str, Tensor
             elif node.op == "concat":
                 part, offset = read[offset : offset + channels], offset + channels
             elif node.op == "flatten":
-                part = read.view(channels, math.prod(nodes[name].shape[1:])).any(1)
+                part = read.view(channels, math.prod(shapes[name][1:])).any(1)
             else:
                 part = read
             flags[name] |= part
     return flags
-
-
-def _channels(node: Node) -> int:
-    """How many channels a result has. If the batch axis is not in front, only "torch" nodes use the number."""
-    return abs(node.shape[0]) if node.shape else 1
 
 
 def _by_layer(mask: Tensor, read: Tensor, groups: int) -> Tensor:

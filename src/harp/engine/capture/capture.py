@@ -24,6 +24,7 @@ from harp.engine.graph.nodes import Graph, reachable
 from harp.engine.graph.passes import Fold, folded
 from harp.errors import ModelError
 from harp.models.modes import evaluating, slow_attention
+from harp.system.files import reason
 
 _TOLERANCE = 1e-4  # relative to the largest logit
 
@@ -102,7 +103,8 @@ def exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
                 return torch.export.export(model, (example,), dynamic_shapes=dynamic, strict=strict)
         except Exception as error:  # forward may do anything
             first = first or error
-    raise ModelError(f"the model's graph can't be captured: {_line(first)}") from first
+    assert first is not None
+    raise ModelError(f"the model's graph can't be captured: {reason(first)}") from first
 
 
 def _read(program: torch.export.ExportedProgram, names: Mapping[str, str]) -> Captured:
@@ -124,7 +126,7 @@ def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: A
     try:
         result = reference.run(graph, tensors, x.float())
     except Exception as error:  # a function of torch may raise anything
-        raise ModelError(f"the model's graph can't be computed for {len(x)} images: {_line(error)}") from error
+        raise ModelError(f"the model's graph can't be computed for {len(x)} images: {reason(error)}") from error
     if result.shape != expected.shape:
         raise ModelError(f"the model gives {tuple(expected.shape)}, its graph {tuple(result.shape)}")
     difference, largest = float((result - expected).abs().max()), float(expected.abs().max())
@@ -137,10 +139,8 @@ def _compare(graph: Graph, tensors: Mapping[str, Tensor], x: Tensor, expected: A
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, by all their names."""
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    return {**dict(parameters), **dict(buffers)}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -151,11 +151,6 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _plain(tensor: Tensor) -> Tensor:
     return (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
-
-
-def _line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 @contextmanager

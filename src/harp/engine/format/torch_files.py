@@ -91,20 +91,17 @@ def _assemble(header: Mapping[str, Any], sections: list[tuple[dict[str, Any], by
     for entry, content in sections:
         entries.append({**entry, "offset": offset, "length": len(content), "crc": zlib.crc32(content)})
         offset += len(content)
-    packing, packed = _pack({**header, "tensors": entries}, deflate)
-    start = PRELUDE.pack(b"HARP", VERSION, packing, len(packed), PRELUDE.size + len(packed) + offset, 0)[:-4]
-    checksum = zlib.crc32(packed, zlib.crc32(start)).to_bytes(4, "little")
-    return b"".join([start, checksum, packed, *(content for _, content in sections)])
-
-
-def _pack(header: dict[str, Any], deflate: bool) -> tuple[int, bytes]:
+    full = {**header, "tensors": entries}
     try:
-        text = json.dumps(header, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        text = json.dumps(full, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the header can't be written as JSON: {reason(error)}") from error
     if len(text) > LARGEST_HEADER:
         raise CheckpointError(f"the header has {len(text)} bytes, at most {LARGEST_HEADER} are allowed")
-    return (1, zlib.compress(text, 9)) if deflate else (0, text)
+    packed = zlib.compress(text, 9) if deflate else text
+    start = PRELUDE.pack(b"HARP", VERSION, deflate, len(packed), PRELUDE.size + len(packed) + offset, 0)[:-4]
+    checksum = zlib.crc32(packed, zlib.crc32(start)).to_bytes(4, "little")
+    return b"".join([start, checksum, packed, *(content for _, content in sections)])
 
 
 def _section(name: str, tensor: Tensor, mask: Tensor | None, values: str, others: str) -> tuple[dict[str, Any], bytes]:

@@ -1,30 +1,9 @@
 """A network as plain data: a list of nodes, each with an operation, its inputs and its tensors.
 
 A graph is small enough for the header of a file. It can be executed without torch, unless it has a "torch" node. All
-shapes are those of one image, without the batch axis; pairs are [vertical, horizontal].
-
-| operation | attributes                                   | tensors        | result                            |
-|-----------|----------------------------------------------|----------------|-----------------------------------|
-| input     |                                              |                | the images                        |
-| conv      | stride, padding, dilation, groups            | weight[, bias] | 2-d convolution, zero padding     |
-| linear    |                                              | weight[, bias] | matrix product, of (C,)           |
-| affine    |                                              | scale, shift   | scale · x + shift, by channel     |
-| relu      |                                              |                | max(x, 0)                         |
-| leaky     | slope                                        |                | x, or slope · x below 0           |
-| clip      | low, high, inclusive                         |                | min(max(x, low), high)            |
-| add       |                                              |                | sum of two of one shape           |
-| concat    |                                              |                | channels of all inputs            |
-| maxpool   | kernel, stride, padding, dilation, ceil      |                | largest of each window            |
-| avgpool   | kernel, stride, padding, ceil, count_padding |                | mean of each window               |
-| mean      | keep                                         |                | mean over height and width        |
-| flatten   |                                              |                | all numbers in one row, C order   |
-| torch     | op, args, kwargs, pick                       | as in args     | any pure function of torch's aten |
-
-With `inclusive`, `clip` passes a gradient at its bounds, as torch.clamp does and hardtanh does not. `mean` gives (C,),
-or (C, 1, 1) with `keep`. In the arguments of "torch", objects represent what JSON can't: {"node": name} the result of a
-node, {"tensor": name} a tensor of the file, {"batch": k} k times the number of images, {"dtype": name} a type,
-{"float": "inf"} a float that is not finite. `pick` selects one of several results. If the batch axis of a "torch"
-node's result is not in front, its shape lists all axes, and -k stands for k times the number of images.
+shapes are those of one image, without the batch axis; if the batch axis of a "torch" node's result is not in front, its
+shape lists all axes, and -k stands for k times the number of images. docs/format.md describes the operations with their
+attributes, and the arguments of "torch" nodes.
 """
 
 import math

@@ -93,14 +93,8 @@ def tensor(array: Any) -> Tensor:
 
 def compute(node: Node, inputs: Sequence[Any], tensors: Mapping[str, Tensor], count: int) -> Tensor:
     """A node's result for `count` images; its shape is checked, as native code relies on it."""
-    try:
-        with torch.no_grad():
-            result = step(node, list(map(tensor, inputs)), tensors, torch.empty(count))
-    except Exception as error:  # a function of torch may raise anything
-        raise ModelError(f"node {node.name!r:.100} can't be computed: {reason(error):.300}") from error
-    if not isinstance(result, Tensor) or tuple(result.shape) != full_shape(node.shape, count):
-        raise ModelError(f"the result of node {node.name!r:.100} does not have the stated shape {node.shape}")
-    return result
+    with torch.no_grad():
+        return _checked_step(node, list(map(tensor, inputs)), tensors, torch.empty(count), ModelError)
 
 
 def gradients(
@@ -118,7 +112,7 @@ def gradients(
         return [next(computed) if leaf.requires_grad else None for leaf in leaves]
 
 
-def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
+def check(graph: Graph, tensors: Mapping[str, Stored]) -> None:
     """Raise `BadFile` if a "torch" node is not allowed, or if its result does not have the stated shape.
 
     The graph is run on meta tensors, so that no node can allocate memory before its size is known.
@@ -126,28 +120,32 @@ def check(graph: Graph, tensors: Mapping[str, Tensor]) -> None:
     for node in graph.nodes:
         if node.op == "torch":
             function(node.attributes["op"])
-    meta_tensors = {name: torch.empty_like(tensors[name], device="meta") for name in graph.tensor_names()}
-    count = 3
-    x = torch.empty(count, *graph.input_shape, device="meta")
-    results: dict[str, Tensor] = {}
-    for node in graph.nodes:
-        inputs = [results[name] for name in node.inputs]
-        try:
-            result = x if node.op == "input" else step(node, inputs, meta_tensors, x)
-        except BadFile:
-            raise
-        except Exception as error:  # a function of torch may raise anything
-            raise BadFile(f"node {node.name!r:.100} can't be computed: {str(error).splitlines()[0]:.200}") from error
-        if not isinstance(result, Tensor) or tuple(result.shape) != full_shape(node.shape, count):
-            raise BadFile(f"the result of node {node.name!r:.100} does not have the stated shape {node.shape}")
-        results[node.name] = result
+    used = {name: tensors[name] for name in graph.tensor_names()}
+    types = {name: dtype(tensor.values.dtype.name) for name, tensor in used.items()}
+    meta = {name: torch.empty(tensor.shape, dtype=types[name], device="meta") for name, tensor in used.items()}
+    x = torch.empty(3, *graph.input_shape, device="meta")
+    results = {graph.nodes[0].name: x}
+    for node in graph.nodes[1:]:
+        results[node.name] = _checked_step(node, [results[name] for name in node.inputs], meta, x, BadFile)
 
 
-def full_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The shape of a node's result for `count` images."""
-    if any(size < 0 for size in shape):
-        return tuple(-size * count if size < 0 else size for size in shape)
-    return (count, *shape)
+def _checked_step(
+    node: Node, inputs: list[Tensor], tensors: Mapping[str, Tensor], x: Tensor, problem: type[Exception]
+) -> Tensor:
+    """The result of a node, or a `problem` if it can't be computed or does not have the stated shape."""
+    try:
+        result = step(node, inputs, tensors, x)
+    except BadFile:
+        raise
+    except Exception as error:  # a function of torch may raise anything
+        raise problem(f"node {node.name!r:.100} can't be computed: {reason(error):.300}") from error
+    if any(size < 0 for size in node.shape):  # the batch axis is not in front
+        shape = tuple(-size * len(x) if size < 0 else size for size in node.shape)
+    else:
+        shape = (len(x), *node.shape)
+    if not isinstance(result, Tensor) or tuple(result.shape) != shape:
+        raise problem(f"the result of node {node.name!r:.100} does not have the stated shape {node.shape}")
+    return result
 
 
 @cache

@@ -48,9 +48,7 @@ def _links(operation: Operation) -> list[tuple[Value, Ints, Ints]]:
     """For every value that is read: pairs of one of its channels and a channel that is computed from it."""
     channels = np.arange(operation.y.size[0])
     if isinstance(operation, Concat):
-        ends = np.cumsum([value.size[0] for value in operation.xs])
-        parts = np.split(channels, ends[:-1])
-        return [(value, part - part[0], part) for value, part in zip(operation.xs, parts, strict=True)]
+        return [(value, np.arange(len(part)), np.array(part)) for value, part in operation.parts()]
     if isinstance(operation, Product):
         summands = [] if operation.summand is None else [(operation.summand, channels, channels)]
         return [(operation.x, operation.taps.plane, operation.taps.row), *summands]

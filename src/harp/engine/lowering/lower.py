@@ -6,7 +6,7 @@ A *stage* is a part of the graph that the native code computes as a whole. Torch
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +87,11 @@ class Concat:
 
     xs: list[Value]
     y: Value
+
+    def parts(self) -> Iterator[tuple[Value, range]]:
+        """Each value that is read, and its channels in the result."""
+        ends = itertools.accumulate(value.size[0] for value in self.xs)
+        return ((value, range(end - value.size[0], end)) for value, end in zip(self.xs, ends, strict=True))
 
 
 Operation = Product | Split | MaxPool | Concat
@@ -244,18 +249,19 @@ class _Lowering:
         return self._product(x, x.size, taps.diagonal(taps.dense(self.tensors[scale])), (scale, shift))
 
     def _avgpool(self, node: Node, x: Value) -> Value:
-        kernel, stride, padding = _pairs(node, "kernel", "stride", "padding")
-        tall, wide = average_window(node, x.size)
-        weight = taps.average(x.size[0], kernel, (len(tall), len(wide)))
-        padding = padding[0] - tall.start, padding[1] - wide.start
-        return self._convolved(x, _size(node.shape), weight, Window(stride, padding, groups=x.size[0]))
-
-    def _mean(self, node: Node, x: Value) -> Value:
-        channels, height, width = x.size
-        if height == width == 1:
+        channels, kernel, stride, padding = x.size[0], x.size[1:], (1, 1), (0, 0)
+        if node.op == "avgpool":
+            kernel, stride, padding = _pairs(node, "kernel", "stride", "padding")
+        elif kernel == (1, 1):
             return x
-        weight = taps.average(channels, (height, width), (height, width))
-        return self._convolved(x, (channels, 1, 1), weight, Window(groups=channels))
+        tall, wide = average_window(node, x.size)
+        padding = padding[0] - tall.start, padding[1] - wide.start
+        number = channels * len(tall) * len(wide)
+        values = np.full(number, 1 / math.prod(kernel), np.float32)
+        weight = Stored((channels, 1, len(tall), len(wide)), np.arange(number), values)
+        return self._convolved(x, _size(node.shape), weight, Window(stride, padding, groups=channels))
+
+    _mean = _avgpool
 
     def _maxpool(self, node: Node, x: Value) -> Value:
         window = _pairs(node, "kernel", "stride", "padding", "dilation")
@@ -284,18 +290,14 @@ class _Lowering:
         operation = self.operations.get(value)
         return operation if isinstance(operation, Product) else None
 
-    def _activated(self, x: Value, *activation: Any) -> Value:
+    def _activated(self, node: Node, x: Value) -> Value:
         if self._open_product(x) is None:
             x = self._product(x, x.size, taps.identity(x.size[0]))
-        x.activation = Activation(*activation)
+        has = node.attributes
+        if node.op == "clip":
+            x.activation = Activation(CLAMP if has["inclusive"] else CLIP, has["low"], has["high"])
+        else:
+            x.activation = Activation(RELU) if node.op == "relu" else Activation(LEAKY, has["slope"])
         return x
 
-    def _relu(self, _: Node, x: Value) -> Value:
-        return self._activated(x, RELU)
-
-    def _leaky(self, node: Node, x: Value) -> Value:
-        return self._activated(x, LEAKY, node.attributes["slope"])
-
-    def _clip(self, node: Node, x: Value) -> Value:
-        has = node.attributes
-        return self._activated(x, CLAMP if has["inclusive"] else CLIP, has["low"], has["high"])
+    _relu = _leaky = _clip = _activated

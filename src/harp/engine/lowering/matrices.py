@@ -7,9 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from harp.engine.lowering.memory import Plane
-from harp.engine.lowering.taps import Floats, Taps
+from harp.engine.lowering.taps import Floats, Ints, Taps
 
 Widest = Sequence[int]
+Box = tuple[int, int, int, int]  # the smallest shifts downwards and to the right, height, width
 
 _BLOCK = 4
 # A block of rows reads every input that any of its rows needs, at twice the speed of single rows: measured with AVX2 on
@@ -31,26 +32,25 @@ class Matrix:
     bounds: npt.NDArray[np.int32]  # where the taps of each block begin in each part, and where they end
     tap: npt.NDArray[np.int32]
     weight: Floats
-    slot: npt.NDArray[np.int64]
+    slot: Ints
 
     def fill(self, values: Floats) -> None:
         """Replace the values of the taps."""
         self.weight[self.slot] = values
 
 
-def matrices(taps: Taps, x: Plane, widest: Widest) -> list[tuple[int, Matrix, npt.NDArray[np.int64] | None]]:
+def matrices(taps: Taps, x: Plane, widest: Widest) -> list[tuple[int, Matrix, Ints | None]]:
     """Taps in matrices of one block size each: the first row, the matrix, and which taps are in it (None: all).
 
     `widest` is the number of vectors in a run, for blocks of one to four rows.
     """
     if taps.rows == 0:
         return []
-    if fill(taps) < FULL_ENOUGH:
-        return [(0, matrix_of(taps, range(taps.rows), 1, x, widest), None)]
-    whole = taps.rows // _BLOCK * _BLOCK
+    block = 1 if fill(taps) < FULL_ENOUGH else _BLOCK
+    whole = taps.rows // block * block
     if whole == taps.rows:
-        return [(0, matrix_of(taps, range(whole), _BLOCK, x, widest), None)]
-    parts: list[tuple[int, Matrix, npt.NDArray[np.int64] | None]] = []
+        return [(0, matrix_of(taps, range(whole), block, x, widest), None)]
+    parts: list[tuple[int, Matrix, Ints | None]] = []
     for rows, block in ((range(whole), _BLOCK), (range(whole, taps.rows), taps.rows - whole)):
         chosen = np.flatnonzero((taps.row >= rows.start) & (taps.row < rows.stop))
         if len(rows):
@@ -74,7 +74,7 @@ def fill(taps: Taps) -> float:
     return len(key) / (block * max(1, distinct))
 
 
-def _keys(taps: Taps, rows: range, block: int) -> tuple[npt.NDArray[np.int64], tuple[int, int, int, int]]:
+def _keys(taps: Taps, rows: range, block: int) -> tuple[Ints, Box]:
     """A key for every tap that orders taps by block, plane and shift; and the bounding box of the shifts."""
     (low, high), (left, right) = taps.reach()
     tall, wide = high - low + 1, right - left + 1
@@ -83,7 +83,7 @@ def _keys(taps: Taps, rows: range, block: int) -> tuple[npt.NDArray[np.int64], t
     return key, (low, left, tall, wide)
 
 
-def offsets(taps: Taps, x: Plane) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def offsets(taps: Taps, x: Plane) -> tuple[npt.NDArray[np.int32], Ints]:
     """The offsets in floats that any row reads, and which of them each tap reads."""
     key, box = _keys(replace(taps, row=np.zeros_like(taps.row)), range(1), 1)
     read = np.zeros(taps.planes * box[2] * box[3], np.bool_)
@@ -92,9 +92,7 @@ def offsets(taps: Taps, x: Plane) -> tuple[npt.NDArray[np.int32], npt.NDArray[np
     return np.ascontiguousarray(far, np.int32), (np.cumsum(read) - 1)[key]
 
 
-def _far(
-    union: npt.NDArray[np.int64], planes: int, box: tuple[int, int, int, int], x: Plane
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _far(union: Ints, planes: int, box: Box, x: Plane) -> tuple[Ints, Ints, Ints]:
     """The blocks, planes and offsets (in floats) of keys from `_keys`."""
     low, left, tall, wide = box
     block, rest = np.divmod(union, planes * tall * wide)

@@ -9,13 +9,12 @@ import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from harp.engine.lowering.liveness import liveness
-from harp.engine.lowering.lower import Activation, Concat, MaxPool, Operation, Product, Split, Stage, Value
+from harp.engine.lowering.lower import Concat, MaxPool, Operation, Product, Split, Stage, Value
 from harp.engine.lowering.memory import Arena, Region
 from harp.engine.lowering.steps import Steps
 from harp.engine.native import bindings
@@ -24,24 +23,15 @@ from harp.engine.native import bindings
 # other, which takes time.
 WORTH = 1e8
 
-Kind = Literal["forward", "backward", "weights", "weights and input"]
-
-
-@dataclass
-class Code:
-    """A finished program, and the arrays that it points to (`alive`, so that they are not freed)."""
-
-    program: bindings.Program
-    steps: list[bindings.Step]
-    alive: list[Any]
+Kind = Literal["forward", "backward", "weights"]
 
 
 class Builder:
     """Builds the programs of one stage for groups of `lanes` images, with one arena for all of them.
 
     "forward" is one program; "backward" are two, the forward pass with what has to be kept, and the backward pass.
-    "weights" computes the gradients of the weights of the stage's only product from the gradient of the output and,
-    once more, the input; "weights and input" also the gradient of the input.
+    "weights" computes the gradients of the input and of the weights of the stage's only product, from the gradient of
+    the output and, once more, the input.
     """
 
     def __init__(self, stage: Stage, lanes: int, kernels: bindings.Kernels, threads: int, kind: Kind) -> None:
@@ -52,19 +42,18 @@ class Builder:
         inputs, outputs = (
             lanes * sum(math.prod(value.size) for value in values.values()) for values in (stage.inputs, stage.outputs)
         )
-        if kind in ("forward", "backward"):
+        if kind == "weights":
+            programs = [(self._weights(), (outputs, inputs, inputs))]
+        else:
             programs = [(self._forward(), (inputs, 0, outputs))]
             programs += [(self._backward(), (outputs, 0, inputs))] if self.keep else []
-        else:
-            input_gradient = kind == "weights and input"
-            programs = [(self._weights(input_gradient), (outputs, inputs, inputs if input_gradient else 0))]
         memory = self.arena.memory(threads)
-        self._steps = [steps for steps, _ in programs]
-        self.codes = [self._code(steps, memory, sizes) for steps, sizes in programs]
+        self.steps = [steps for steps, _ in programs]
+        self.programs = [self._program(steps, memory, sizes) for steps, sizes in programs]
 
     def refill(self) -> None:
         """Copy the current weights and biases of the products."""
-        for steps in self._steps:
+        for steps in self.steps:
             steps.refill()
 
     def _forward(self) -> Steps:
@@ -88,7 +77,7 @@ class Builder:
         gradients.propagate()
         return steps
 
-    def _weights(self, input_gradient: bool) -> Steps:
+    def _weights(self) -> Steps:
         arena, steps = self.arena, Steps(self.arena, self.live)
         (product,) = (operation for operation in self.stage.operations if isinstance(operation, Product))
         (x_value,), (y_value,) = self.stage.inputs.values(), self.stage.outputs.values()
@@ -101,37 +90,34 @@ class Builder:
         y = arena.region(y_value)
         steps.outside(bindings.PACK, y, y_value, 0, math.prod(y_value.size))
         self.weight_slots = steps.weigh(product, regions[product.x], y)
-        if input_gradient:
-            gradients = _Gradients(self.stage, steps)
-            gradients.give(y_value, y)
-            gradients.propagate()
+        gradients = _Gradients(self.stage, steps)
+        gradients.give(y_value, y)
+        gradients.propagate()
         return steps
 
     def _compute(self, operation: Operation, regions: dict[Value, Region], steps: Steps) -> None:
         target = regions[operation.y]
         if isinstance(operation, Product):
             summand = None if operation.summand is None else regions[operation.summand]
-            activation = operation.y.activation
-            mask = bindings.WRITE_MASK if self.keep and activation.kind != bindings.LINEAR else bindings.NO_MASK
-            steps.multiply(operation, regions[operation.x], target, summand, activation, mask)
+            mask = bindings.WRITE_MASK if self.keep else bindings.NO_MASK
+            steps.multiply(operation, regions[operation.x], target, summand, operation.y, mask, back=False)
         elif isinstance(operation, Split):
             steps.split(operation, regions[operation.x], target)
         elif isinstance(operation, MaxPool):
             steps.pool(operation, regions[operation.x], target, keep=self.keep)
         else:
-            first = 0
-            for value in operation.xs:
-                flags = self.live.read[operation.y][first : first + value.size[0]]
-                steps.copy(flags, regions[value], target.part(first))
-                first += value.size[0]
+            for value, channels in operation.parts():
+                flags = self.live.read[operation.y][channels.start : channels.stop]
+                steps.copy(flags, regions[value], target.part(channels.start))
 
-    def _code(self, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> Code:
-        """Steps as a program; `sizes` are the floats of a group's input, further input, and output."""
-        arena, native_steps = self.arena, steps.steps
-        array = (bindings.Step * max(1, len(native_steps)))(*native_steps)
-        program = bindings.Program(
+    def _program(self, steps: Steps, memory: tuple[int, int], sizes: tuple[int, int, int]) -> bindings.Program:
+        """Steps as a program; `sizes` are the floats of a group's input, second input, and output."""
+        arena, count = self.arena, len(steps.steps)
+        array = (bindings.Step * max(1, count))(*steps.steps)
+        arena.alive.append(array)
+        return bindings.Program(
             steps=ctypes.cast(array, ctypes.POINTER(bindings.Step)),
-            count=len(native_steps),
+            count=count,
             lanes=arena.lanes,
             arena=memory[0],
             arena_size=arena.size,
@@ -144,7 +130,6 @@ class Builder:
             output=sizes[2],
             kept=arena.kept,
         )
-        return Code(program, native_steps, [array, *arena.alive])
 
 
 class _Gradients:
@@ -179,10 +164,8 @@ class _Gradients:
                 self._share(operation.summand, gradient)
             self._add_product(operation, gradient)
         elif isinstance(operation, Concat):
-            first = 0
-            for value in operation.xs:
-                self._share(value, gradient.part(first))
-                first += value.size[0]
+            for value, channels in operation.parts():
+                self._share(value, gradient.part(channels.start))
         else:
             target = self.arena.region(operation.x)
             if isinstance(operation, Split):
@@ -202,11 +185,10 @@ class _Gradients:
         self._left[value] -= 1
         parts = self._parts[value]
         summand = parts.pop() if parts else None
-        target, activation, mask = self.arena.region(value), Activation(), bindings.NO_MASK
-        if self._left[value] == 0 and not parts and value.activation.kind != bindings.LINEAR:
-            activation, mask = value.activation, bindings.APPLY_MASK
+        target, last = self.arena.region(value), self._left[value] == 0 and not parts
+        if last:
             self._masked.add(value)
-        self.steps.multiply(product, gradient, target, summand, activation, mask, back=True)
+        self.steps.multiply(product, gradient, target, summand, value if last else None, bindings.APPLY_MASK, back=True)
         if summand is not None:
             self.arena.release(summand)
         parts.append(target)

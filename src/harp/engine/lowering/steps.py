@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from harp.engine.lowering import dense, taps
 from harp.engine.lowering.liveness import Flags, Liveness
-from harp.engine.lowering.lower import Activation, MaxPool, Product, Split, Value
+from harp.engine.lowering.lower import MaxPool, Product, Split, Value
 from harp.engine.lowering.matrices import Matrix, matrices, matrix_of
 from harp.engine.lowering.memory import Arena, Plane, Region
 from harp.engine.lowering.taps import Floats, Ints
@@ -43,17 +43,12 @@ class Steps:
         self._add(op, x, y, np.arange(channels), (height, width, region.plane.pitch, offset, record, int(more)))
 
     def multiply(
-        self,
-        product: Product,
-        x: Region,
-        y: Region,
-        summand: Region | None,
-        activation: Activation,
-        mask: int,
-        *,
-        back: bool = False,
+        self, product: Product, x: Region, y: Region, summand: Region | None, value: Value | None, mask: int, back: bool
     ) -> None:
-        """Add a product, or in the backward pass its transpose, without the rows that are not needed."""
+        """Add a product, or in the backward pass its transpose, without the rows that are not needed.
+
+        The activation is that of `value`.
+        """
         all_taps = product.taps.transposed if back else product.taps
         rows = self.live.needed[product.x] if back else self.live.read[product.y]
         alive = rows[all_taps.row]
@@ -76,7 +71,7 @@ class Steps:
             if not back and product.bias is not None:
                 begin.bias = self.arena.array(bias := np.ascontiguousarray(product.bias[part]))
                 self._biases.append((product, part, bias))
-            self._finish(end, summand, activation, mask, product.x if back else product.y)
+            self._finish(end, summand, value, mask)
             which = chosen if piece is None else piece if chosen is None else chosen[piece]
             self._matrices.append((product, which, matrix))
 
@@ -84,13 +79,11 @@ class Steps:
         self, rows: Flags, x: Region, y: Region, summand: Region | None = None, value: Value | None = None
     ) -> None:
         """Copy channels; optionally add a summand and apply the activation mask of a value."""
-        activation = Activation() if value is None else value.activation
-        mask = bindings.APPLY_MASK if activation.kind != bindings.LINEAR else bindings.NO_MASK
         place = np.flatnonzero(rows).astype(np.int32)
         copies = replace(taps.identity(len(place)), planes=len(rows), plane=place.astype(np.int64))
         for first, matrix, _ in matrices(copies, x.plane, self.arena.widest):
             part = place[first : first + matrix.rows * matrix.block]
-            self._finish(self._product(matrix, part, x, y)[1], summand, activation, mask, value)
+            self._finish(self._product(matrix, part, x, y)[1], summand, value, bindings.APPLY_MASK)
 
     def pool(self, pool: MaxPool, x: Region, y: Region, *, keep: bool) -> None:
         """Add a max pooling; with `keep`, the position of each largest number is kept for the backward pass."""
@@ -172,7 +165,7 @@ class Steps:
         arena = self.arena
         runs = y.plane.runs(arena.widest[matrix.block - 1])
         bounds, tap, weight = map(arena.array, (matrix.bounds, matrix.tap, matrix.weight))
-        self._count(len(matrix.weight), y.plane)
+        self.work += len(matrix.weight) * y.plane.height * y.plane.width * arena.lanes
         steps = []
         for part in range(len(matrix.bounds) - 1):
             step = self._add(bindings.PRODUCT, x, y, place)
@@ -195,7 +188,7 @@ class Steps:
         if matrix.joint(y.plane):
             first.joint, arena.together = 1, bindings.TOGETHER
         arena.scratch = max(arena.scratch, matrix.scratch(y.plane))
-        self._count(len(matrix.slot), y.plane)
+        self.work += len(matrix.slot) * y.plane.height * y.plane.width * arena.lanes
         if arena.lanes == 1:  # a step without taps adds the summand and the activation to the stored sums
             last = self._add(bindings.PRODUCT, y, y, place)
             self._run(last, y.plane.runs(arena.widest[0]))
@@ -204,17 +197,15 @@ class Steps:
             self._tidy(last, y.plane)
         return first, last
 
-    def _count(self, weights: int, y: Plane) -> None:
-        self.work += weights * y.height * y.width * self.arena.lanes
-
-    def _finish(
-        self, step: bindings.Step, summand: Region | None, activation: Activation, mask: int, value: Value | None
-    ) -> None:
+    def _finish(self, step: bindings.Step, summand: Region | None, value: Value | None, mask: int) -> None:
+        """Let the last step of a product add the summand, and apply the activation of a value with its mask."""
         if summand is not None:
             step.r = summand.first
-        step.activation, step.low, step.high, step.mask = activation.kind, activation.low, activation.high, mask
+        if value is None or value.activation.kind == bindings.LINEAR:
+            return
+        step.activation, step.low, step.high = value.activation.kind, value.activation.low, value.activation.high
         if mask != bindings.NO_MASK:
-            assert value is not None
+            step.mask = mask
             step.kept, step.maskrow = self.arena.mask(value)
 
     def _move(

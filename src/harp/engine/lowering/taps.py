@@ -107,10 +107,3 @@ def diagonal(scale: Floats) -> Taps:
 def identity(channels: int) -> Taps:
     """The identity on the channels."""
     return diagonal(np.ones(channels, np.float32))
-
-
-def average(channels: int, kernel: Pair, part: Pair) -> Stored:
-    """The mean of a part of a window, as the weight of a convolution with one group per channel."""
-    shape = (channels, 1, *part)
-    number = math.prod(shape)
-    return Stored(shape, np.arange(number), np.full(number, 1 / math.prod(kernel), np.float32))

@@ -17,13 +17,13 @@ extern const Kernels harp_kernels_avx2, harp_kernels_avx512;
 
 #if HARP_X86
 // The compilers' own test needs a run-time library that not all of them have.
-static bool has(unsigned leaf, unsigned ebx_bits, unsigned ecx_bits) {
+static bool cpu_has(unsigned leaf, unsigned ebx_bits, unsigned ecx_bits) {
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(leaf, 0, &a, &b, &c, &d) && (b & ebx_bits) == ebx_bits && (c & ecx_bits) == ecx_bits;
 }
 
 // Which registers the system saves when it switches between programs.
-static bool saves(unsigned registers) {
+static bool system_saves(unsigned registers) {
   unsigned low, high;
   __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return (low & registers) == registers;
@@ -34,8 +34,8 @@ static const Kernels *best() {
 #if HARP_X86
   constexpr unsigned FMA_OSXSAVE_AVX = 1u << 12 | 1u << 27 | 1u << 28;
   constexpr unsigned AVX2 = 1u << 5, AVX512_F_DQ_BW_VL = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-  if (has(1, 0, FMA_OSXSAVE_AVX) && saves(0x6) && has(7, AVX2, 0))
-    return has(7, AVX512_F_DQ_BW_VL, 0) && saves(0xe6) ? &harp_kernels_avx512 : &harp_kernels_avx2;
+  if (cpu_has(1, 0, FMA_OSXSAVE_AVX) && system_saves(0x6) && cpu_has(7, AVX2, 0))
+    return cpu_has(7, AVX512_F_DQ_BW_VL, 0) && system_saves(0xe6) ? &harp_kernels_avx512 : &harp_kernels_avx2;
 #endif
   return &harp_kernels_baseline;
 }
@@ -53,10 +53,10 @@ API const Kernels *harp_kernels(const char *name) {
       &harp_kernels_baseline};
   const Kernels *fit = best();
   if (!name || !*name) return fit;
-  bool able = false;
-  for (const Kernels *each : all) {
-    able = able || each == fit;
-    if (able && !strcmp(each->name, name)) return each;
+  bool supported = false;
+  for (const Kernels *kernels : all) {
+    supported = supported || kernels == fit;
+    if (supported && !strcmp(kernels->name, name)) return kernels;
   }
   return nullptr;
 }
@@ -71,8 +71,8 @@ struct Work {
   // Threads take chunks of groups on their own, large ones, then smaller ones; the groups that are left they compute
   // together, each its share of every step.
   int64_t large, large_size, small, small_size, left;
-  int64_t next;               // the chunk that nobody has begun
-  int64_t threads;            // 0 as long as it is not known how many there are
+  int64_t next;               // the next chunk that no thread has begun
+  int64_t threads;            // 0 until all threads are started
   int64_t arrived, round;     // of the threads that wait for each other
 };
 struct Worker {
@@ -94,7 +94,7 @@ static void pause_shortly(int64_t times) {
 }
 
 // Wait until all threads have come here.
-static void meet(Work *work) {
+static void wait_for_all(Work *work) {
   const int64_t round = shared(&work->round);
   if (__atomic_add_fetch(&work->arrived, 1, __ATOMIC_ACQ_REL) == work->threads) {
     __atomic_store_n(&work->arrived, 0, __ATOMIC_RELAXED);
@@ -112,8 +112,8 @@ static Group group_of(const Work *work, int64_t group, int64_t arena) {
            first.out ? first.out + group * p->output : nullptr, first.kept ? first.kept + group * p->kept : nullptr}};
 }
 
-// All steps for some groups; steps that are not joint for one group after the other, as long as their numbers are near.
-static void alone(const Work *work, int64_t number, int64_t from, int64_t count) {
+// All steps for some groups. Steps that are not joint run for one group after the other: its numbers stay in the cache.
+static void run_groups(const Work *work, int64_t number, int64_t from, int64_t count) {
   const Program *p = work->program;
   float *scratch = p->scratch + number * p->scratch_size;
   Group groups[MOST_TOGETHER];
@@ -128,7 +128,7 @@ static void alone(const Work *work, int64_t number, int64_t from, int64_t count)
   }
 }
 
-static void *labour(void *pointer) {
+static void *run_worker(void *pointer) {
   const Worker *worker = (const Worker *)pointer;
   Work *work = worker->work;
   const Program *p = work->program;
@@ -139,24 +139,24 @@ static void *labour(void *pointer) {
     if (chunk >= work->large + work->small) break;
     const int64_t after = chunk - work->large;
     if (after < 0)
-      alone(work, number, chunk * work->large_size, work->large_size);
+      run_groups(work, number, chunk * work->large_size, work->large_size);
     else
-      alone(work, number, work->large * work->large_size + after * work->small_size, work->small_size);
+      run_groups(work, number, work->large * work->large_size + after * work->small_size, work->small_size);
   }
   const int64_t done = work->large * work->large_size + work->small * work->small_size;
   float *scratch = p->scratch + number * p->scratch_size;
   for (int64_t i = 0; i < work->left; i++) {
     const Group group = group_of(work, done + i, 0);
-    if (threads > 1) meet(work);  // arenas are free only now
+    if (threads > 1) wait_for_all(work);  // the arenas are in use until then
     for (int64_t k = 0; k < p->count; k++) {
       work->kernels->step(&p->steps[k], &group, 1, scratch, p->lanes, number, threads);
-      if (threads > 1) meet(work);
+      if (threads > 1) wait_for_all(work);
     }
   }
   return nullptr;
 }
 
-// Compute groups of images with at most so many threads; each needs arenas of its own.
+// Compute groups of images with at most `threads` threads; each needs arenas of its own.
 API void harp_run(const Kernels *kernels, const Program *program, const float *in, const float *more, float *out,
                   uint8_t *kept, int64_t groups, int64_t threads) {
   Work work = {kernels, program, {in, more, out, kept}, 0, 1, 0, 1, 0, 0, 0, 0, 0};
@@ -167,7 +167,7 @@ API void harp_run(const Kernels *kernels, const Program *program, const float *i
   int64_t started = 1;
   for (int64_t t = 0; t < threads; t++) workers[t] = {&work, t};
   for (; started < threads; started++)
-    if (pthread_create(&others[started], nullptr, labour, &workers[started])) break;  // fewer will do
+    if (pthread_create(&others[started], nullptr, run_worker, &workers[started])) break;  // then there are fewer
   const int64_t together = program->together > MOST_TOGETHER ? MOST_TOGETHER : program->together;
   const int64_t two = groups / (2 * started);  // chunks for each at least, as threads are not equally fast
   work.large_size = two < 1 ? 1 : two < together ? two : together;
@@ -182,6 +182,6 @@ API void harp_run(const Kernels *kernels, const Program *program, const float *i
     work.small = groups - work.large * work.large_size, work.small_size = 1;
   }
   __atomic_store_n(&work.threads, started, __ATOMIC_RELEASE);
-  labour(&workers[0]);
+  run_worker(&workers[0]);
   for (int64_t t = 1; t < started; t++) pthread_join(others[t], nullptr);
 }

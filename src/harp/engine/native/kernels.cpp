@@ -14,7 +14,7 @@ struct Share {
   Share(long rows, long share, long shares) : first(rows * share / shares), last(rows * (share + 1) / shares) {}
 };
 
-// The block from which on a share of the taps begins.
+// The block where a share of the taps begins.
 long block_of(const Step &s, long share, long shares) {
   if (share == shares) return s.rows;
   const long taps = s.stop[s.rows - 1] - s.start[0], from = s.start[0] + taps * share / shares;
@@ -97,11 +97,11 @@ void products(const Step &s, float *arena, uint8_t *kept, long share, long share
   for (long row = first * s.block; s.zeros && row < last * s.block; row++)
     for (long i = 0; i < s.zeros; i++) {
       float *to = arena + s.y + s.place[row] * s.yplane + s.zero[2 * i];
-      for (long j = 0; j < s.zero[2 * i + 1]; j++) to[j] = 0;  // a few: a call would cost more
+      for (long j = 0; j < s.zero[2 * i + 1]; j++) to[j] = 0;  // a few numbers: a function call would take longer
     }
 }
 
-// Numbers to other places: size = how many in a run, their distance there and here, in floats.
+// Copies numbers: size = how many in a run, the distance between them in the source and in the target, in floats.
 void moved(const Step &s, float *arena, int64_t lanes, Share mine) {
   const long n = s.size[0], there = s.size[1], here = s.size[2];
   for (long row = mine.first; row < mine.last; row++)
@@ -110,7 +110,7 @@ void moved(const Step &s, float *arena, int64_t lanes, Share mine) {
       float *to = arena + s.y + s.place[row] * s.yplane + s.run[2 * i + 1];
       if (lanes == VL)
         for (long j = 0; j < n; j++) store(to + j * here, load(from + j * there));
-      else if (there == 2 && here == 1)  // with known distances the compiler finds vectors
+      else if (there == 2 && here == 1)  // with constant distances the compiler uses vectors
         for (long j = 0; j < n; j++) to[j] = from[2 * j];
       else if (there == 1 && here == 2)
         for (long j = 0; j < n; j++) to[2 * j] = from[j];
@@ -183,7 +183,7 @@ template <bool KEEP> void maxpool_single(const Step &s, float *arena, uint8_t *k
     float *out = arena + s.y + c * s.yplane;
     uint8_t *which = KEEP ? kept + s.kept + c * w.oh * w.ow : nullptr;
     for (long y = 0; y < w.oh; y++) {
-      if (halves) {  // the usual case, of which the compiler makes vectors
+      if (halves) {  // the usual case, for which the compiler uses vectors
         const float *up = in + 2 * y * w.ipitch, *down = up + w.ipitch;
         float *to = out + y * w.opitch;
         for (long x = 0; x < w.ow; x++) {
@@ -215,7 +215,7 @@ template <int L, bool KEEP> void maxpool(const Step &s, float *arena, uint8_t *k
   L == 1 ? maxpool_single<KEEP>(s, arena, kept, mine) : maxpool_lanes<KEEP>(s, arena, kept, mine);
 }
 
-// x is the gradient of the output, y of the input; the sizes are those of the way forward.
+// x is the gradient of the output, y of the input; the sizes are those of the forward pass.
 template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept, Share mine) {
   const Window w(s.size);
   for (long row = mine.first; row < mine.last; row++) {
@@ -251,8 +251,8 @@ template <int L> void maxpool_back(const Step &s, float *arena, uint8_t *kept, S
 }
 
 // Images from and to the layout of torch, (image, channel, y, x): size = height, width, pitch here;
-// where the numbers of this tensor begin among those of an image, and how many an image has in all; whether they
-// are what else is given.
+// the offset of this tensor in the record of an image, and the length of that record; whether it is in the second
+// input.
 template <int L> void pack(const Step &s, float *arena, const float *in, Share mine) {
   const long h = s.size[0], w = s.size[1], pitch = s.size[2], image = s.size[4];
   for (long row = mine.first; row < mine.last; row++)
@@ -278,7 +278,7 @@ template <int L> void unpack(const Step &s, const float *arena, float *out, Shar
 }
 
 // The gradient of every tap's weight: input times gradient of the output (here y), over a group of images. r is memory
-// for a vector a tap; the sums go to what is kept.
+// for a vector a tap; the sums go to the kept memory.
 template <int V> void weigh(const Step &s, float *arena, long at, Share mine) {
   float *sums = arena + s.r;
   for (long row = mine.first; row < mine.last; row++) {

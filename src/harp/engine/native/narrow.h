@@ -1,8 +1,8 @@
 // Products for a single image of few pixels: a vector holds the same pixel of several output channels.
 //
 // What is read of the image is multiplied by all weights that lie beside each other in a panel. The weights are read
-// from memory once; a part of them stays in the cache until all pixels have met it, and the next part is fetched in the
-// meantime. Sums are only stored; another step ends them.
+// from memory once; a part of them stays in the cache until all pixels are multiplied by it, while the next part is
+// fetched. Sums are only stored; another step adds summand and activation.
 #pragma once
 #include "vectors.h"
 

@@ -1,8 +1,9 @@
 // Winograd's F(2x2, 3x3): a tile of 2x2 outputs of a 3x3 convolution needs 16 products a channel instead of 36.
 //
-// Tiles of 4x4 inputs are transformed to 16 numbers, the weights were, and for each of the 16 a matrix product over
-// the channels is left; its result is transformed back. A vector holds the same number of a tile of several images, or
-// of several tiles of one image. Every number is the sum of the same terms in the same order, whatever is computed with it.
+// Tiles of 4x4 inputs are transformed to 16 numbers, as the weights were before. For each of the 16 there is a matrix
+// product over the channels; its result is transformed back. A vector holds the same number of a tile of several
+// images, or of several tiles of one image. Every number is the sum of the same terms in the same order, whatever is
+// computed with it.
 #pragma once
 #include "endings.h"
 
@@ -130,7 +131,7 @@ void tiles_in(const Step &s, const Tiled &t, const Tile *tile, long n, float *to
         for (int y = 0; y < 4; y++)
 #pragma GCC unroll 4
           for (int z = 0; z < 4; z++) d[y][z] = load(x + (y * t.pitch + z) * VL);
-      } else {  // what lies beyond is not read: nobody knows what is there
+      } else {  // memory beyond the plane is not read: it may hold anything
         for (int y = 0; y < 4; y++)
           for (int z = 0; z < 4; z++) {
             const bool inside = (y < 3 || row + 1 < t.h) && (z < 3 || column + 1 < t.w);
@@ -167,9 +168,9 @@ void tiles_out(const Step &s, const Tiled &t, const Tile *tile, long n, const fl
     }
 }
 
-// One image: a vector holds tiles of it that follow each other. Sums are only stored; another step ends them.
-// The columns 0 to 3 of all tiles come to places of their own first, even and odd rows apart; then the numbers of tiles
-// that follow each other do so in memory.
+// One image: a vector holds consecutive tiles of it. Sums are only stored; another step adds summand and activation.
+// Columns 0 to 3 of all tiles are first copied to four arrays, even and odd rows apart, so that the numbers of
+// consecutive tiles are consecutive in memory.
 void single_in(const Step &s, const Tiled &t, const float *arena, long from, long n, float *to, float *memory) {
   const long top = from * VL / t.wide, end = (from + n) * VL < t.tiles ? (from + n) * VL : t.tiles;
   const long rows = (end - 1) / t.wide - top + 1, each = (rows + 1) * t.wide + VL;
