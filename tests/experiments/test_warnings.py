@@ -179,8 +179,3 @@ def test_a_page_of_several_runs_names_the_run_of_a_warning(harp: Harp) -> None:
     edit(other / "summary.json", warnings=[], at_chance=False)
     words = html.build([folder, other], Path("page"))[2].read_text()
     assert words.count("> **Warning:** ") == 1 and ", seed 0: Pruning left" in words
-
-
-@pytest.mark.parametrize("command", ["demo", "run", "prune"])
-def test_help_names_the_exit_code(harp: Harp, command: str) -> None:
-    assert f"Exit code {AT_CHANCE}: finished, but the network answers at chance level" in harp(command, "--help")[1]

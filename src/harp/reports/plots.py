@@ -250,6 +250,8 @@ def _draw(axes: "Axes", chart: Chart, size: float) -> list[list[str]]:
     """Draw a chart; return the tooltips, a list for each group of marks `mark-NUMBER`."""
     tips: list[list[str]] = []
     _draw_frame(axes, chart, size)
+    if chart.budgets:
+        _show_budgets(axes, chart)  # before anything is drawn: matplotlib can't scale a logarithmic axis to one point
     {"bars": _draw_bars, "histograms": _draw_histograms}.get(chart.kind, _draw_points)(axes, chart, size, tips)
     line, band = (axes.axvline, axes.axvspan) if chart.rows else (axes.axhline, axes.axhspan)
     for level in chart.levels:
@@ -308,10 +310,7 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
     if chart.limits is not None:
         axes.set_xlim(chart.limits)
     if chart.budgets:
-        room = _gap(chart.budgets) ** 0.5
-        shares = [*chart.budgets, *(share for series in chart.series for share in series.x)]
-        axes.set_xticks(chart.budgets, [f"{budget:.10g}" for budget in chart.budgets])
-        axes.set_xlim(max(shares) * room, min(shares) / room)
+        _show_budgets(axes, chart)
     elif chart.log:
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 30 else (1.0, 2.0, 5.0), numticks=7))
@@ -323,6 +322,14 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
 
 def _tick(value: float) -> str:
     return count_text(round(value)) if value >= 10_000 else f"{value:.6g}".replace("-", "−")
+
+
+def _show_budgets(axes: "Axes", chart: Chart) -> None:
+    """Ticks at the budgets, the smallest on the right."""
+    room = _gap(chart.budgets) ** 0.5
+    shares = [*chart.budgets, *(share for series in chart.series for share in series.x)]
+    axes.set_xticks(chart.budgets, [f"{budget:.10g}" for budget in chart.budgets])
+    axes.set_xlim(max(shares) * room, min(shares) / room)
 
 
 def _gap(budgets: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
 """Lightning Fabric, which handles devices, precision and several processes."""
 
+import atexit
 import inspect
 import logging
 import os
@@ -63,7 +64,19 @@ def launch(
         sys.exit(supervise(devices, nodes, node_rank, main_address, on_cpu=_on_cpu(accelerator)))
     fabric = _fabric(precision, accelerator, place or Place())
     fabric.launch()
+    if fabric.world_size > 1:
+        atexit.register(_end_process_group)
     return fabric
+
+
+def _end_process_group() -> None:
+    """End the threads of the process group before Python shuts down.
+
+    Python aborts the process if such a thread frees a tensor afterwards. After an error they may wait for a process
+    that is gone, so they are left alone then.
+    """
+    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
+        torch.distributed.destroy_process_group()
 
 
 def device_for_evaluation(machines: Machines) -> torch.device:
