@@ -179,3 +179,19 @@ def test_an_error_is_printed_once(tmp_path: Path) -> None:
 def test_two_hosts_give_the_same_result_as_one_process(tmp_path: Path, launcher: str) -> None:
     done = run(sys.executable, str(ROOT / "scripts" / "two-hosts"), launcher, folder=tmp_path)
     assert json.loads(done.stdout.splitlines()[-1])["equal"] is True
+
+
+ENDING = """
+import atexit
+import torch.distributed as dist
+atexit.register(lambda: print("process group:", dist.is_initialized(), flush=True))  # runs last
+from harp.system.distributed.fabric import launch
+launch("32-true", "cpu", 2)
+dist.barrier()
+"""
+
+
+def test_the_process_group_ends_before_python_shuts_down(tmp_path: Path) -> None:
+    """Else Python aborts if a thread of the group frees a tensor meanwhile."""
+    done = run(sys.executable, "-c", ENDING, folder=tmp_path)
+    assert done.stdout == "process group: False\n" * 3  # two processes and the launcher

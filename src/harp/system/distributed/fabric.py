@@ -64,8 +64,7 @@ def launch(
         sys.exit(supervise(devices, nodes, node_rank, main_address, on_cpu=_on_cpu(accelerator)))
     fabric = _fabric(precision, accelerator, place or Place())
     fabric.launch()
-    if fabric.world_size > 1:
-        atexit.register(_end_process_group)
+    atexit.register(_end_process_group)
     return fabric
 
 
@@ -75,7 +74,7 @@ def _end_process_group() -> None:
     Python aborts the process if such a thread frees a tensor afterwards. After an error they may wait for a process
     that is gone, so they are left alone then.
     """
-    if torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and not hasattr(sys, "last_value"):
         torch.distributed.destroy_process_group()
 
 
