@@ -96,13 +96,16 @@ def _list(display: "Quiet", as_json: bool) -> None:
     for each in claims.shipped().values():
         verdicts = [judge.overall(each, evidence.shipped(each.id, small=small), small=small) for small in (False, True)]
         runs, epochs = each.full.length()
-        cost = f"{runs:,} runs, {epochs:,} epochs" if runs else "seconds"
+        cost = f"{runs:,} runs, {epochs:,} epochs" if runs else "none"
         rows.append([each.id, each.place, each.title, str(verdicts[0]), str(verdicts[1]), cost])
     columns = ("claim", "place", "what", "verdict", "small variant", "full cost")
     if as_json:
         print_json([dict(zip(columns, row, strict=True)) for row in rows])
         return
-    display.table("claims of the HARP paper, judged by the evidence that comes with this version", columns, rows)
+    narrow = [[row[0], row[1].replace(" (appendix)", ""), *row[3:]] for row in rows]
+    display.table(
+        "claims of the HARP paper, judged by the evidence of this version", (*columns[:2], *columns[3:]), narrow
+    )
     echo("\nharp reproduce CLAIM [--small] runs what is missing and prints the published numbers beside yours.")
 
 
