@@ -72,7 +72,7 @@ class Group:
         """End them."""
         for worker in self.workers:
             worker.kill()
-            worker.wait()
+            worker.communicate()  # waits, and closes the pipes
 
 
 def main(arguments: list[str] | None = None) -> int:
