@@ -17,14 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from harp.errors import TIME_IS_UP, UNFINISHED, DiskError, Interrupted, RecipeError
 from harp.models.weights import CheckpointError
+from harp.pruning.methods import Harp
+from harp.pruning.units import Weights
 from harp.system import interrupt, states
 from harp.system.interrupt import Stop
 from harp.system.tensors import load_state
 from harp.training import checkpointing
 from harp.training.checkpointing import Keeper
+from harp.training.loop import fit
+from harp.training.objectives import Natural
 from support.paths import TESTS
 
 
@@ -414,3 +419,20 @@ def test_divergence_in_one_process_stops_all(pair: list[dict[str, Any]]) -> None
 
 def test_processes_exchange_their_flags_about_once_a_second(pair: list[dict[str, Any]]) -> None:
     assert [results["asked"] for results in pair] in ([3, 3], [4, 4])  # in three seconds
+
+
+def test_a_training_resumed_after_its_last_step_ends_with_the_same_masks(tmp_path: Path) -> None:
+    """HARP keeps weights on paths through the network. It needs an image to find them, and no batch is left."""
+
+    def masks() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 4)]
+        model = nn.Sequential(*layers)
+        generator = torch.Generator().manual_seed(1)
+        batches = [(torch.rand(16, 1, 8, 8, generator=generator), torch.arange(16) % 4) for _ in range(4)]
+        keeper = Keeper(tmp_path / "state.pt", Stop(), minutes=60)
+        return fit(model, batches, Natural(), Harp(Weights(model), keep=0.03), epochs=3, lr=0.1, keeper=keeper).masks
+
+    first, resumed = masks(), masks()
+    assert (tmp_path / "state.pt").exists()
+    assert all(torch.equal(first[name], resumed[name]) for name in first)

@@ -352,6 +352,7 @@ class _Training:
             "best": self.best,
             "model": self.model.state_dict(),
             "pruner": self.pruner.state_dict(),
+            "example": self.pruner.example,
             "optimizer": self.optimizer.state_dict(),
             **({"objective": objective_state} if objective_state else {}),
         }
@@ -367,6 +368,8 @@ class _Training:
         self.history, self.best = state["history"], state["best"]
         self.model.load_state_dict(state["model"])
         self.pruner.load_state_dict(state["pruner"])
+        if self.pruner.example is None:
+            self.pruner.example = state.get("example")  # after the last step no batch will supply one
         self.optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> Fitted:
