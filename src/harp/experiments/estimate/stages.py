@@ -85,10 +85,12 @@ def _measure(request: Request, devices: int) -> Measurement:
     pipe, variables, process = subprocess.PIPE, environment(devices), None
     try:
         with _signals_wait():
+            # Here too: pydantic turns a Ctrl-C inside it into an error of its own.
+            message = request.model_dump_json(exclude_defaults=True)
             process = subprocess.Popen(
                 words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=variables, start_new_session=True
             )
-        out, err = process.communicate(request.model_dump_json(exclude_defaults=True))
+        out, err = process.communicate(message)
     except BaseException:
         if process is not None:
             process.kill()
