@@ -220,8 +220,8 @@ the evidence that come with the package (`scripts/make-evidence-page`), and a te
 
 A small variant uses another data set and network. It can show that an order holds there, not that a number is
 reproduced. Tolerances, seeds and experiments are in the files of the claims, in
-`src/harp/experiments/reproduction/claims`. They are fixed before anything runs; where runs are older than the claim, its
-departures say so.
+`src/harp/experiments/reproduction/claims`. They are fixed before anything runs; where runs are older than the claim,
+its departures say so.
 
 `harp reproduce CLAIM` runs the paper's own experiment, which takes GPUs; `harp reproduce CLAIM --small` runs the small
 one. To hand in full-scale results, add `--bundle FILE` and open a pull request with the file: `harp reproduce CLAIM
