@@ -1,4 +1,4 @@
-"""Quantities of the paper that need no data: counts of weights by a strategy, gamma by epoch, epochs of a method."""
+"""Quantities that need no data: weights kept by a strategy, FLOPs of a network, gamma by epoch, epochs of a method."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,6 +34,12 @@ def total_kept(model: str, keep: str) -> Value:
 def size(model: str) -> Value:
     """The prunable weights of a network."""
     return float(Weights(_model(model)).size)
+
+
+def multiply_adds(model: str) -> Value:
+    """The multiplications of prunable weights for one image."""
+    _, shape = usual(model)
+    return float(Weights(_model(model), budget="macs", example=torch.zeros(1, *shape)).size)
 
 
 def gamma(losses: list[float], step: float) -> Value:
@@ -76,7 +82,7 @@ def available(methods: list[str], attacks: list[str], objectives: list[str]) -> 
 
 
 QUANTITIES: dict[str, Callable[..., Value]] = {
-    function.__name__: function for function in (layer_counts, total_kept, size, gamma, epochs, available)
+    function.__name__: function for function in (layer_counts, total_kept, size, multiply_adds, gamma, epochs, available)
 }
 
 
