@@ -69,3 +69,11 @@ def test_all_files_of_a_claim_are_written(tmp_path: Path) -> None:
 def test_every_kind_of_figure_can_be_drawn_without_runs(name: str, tmp_path: Path) -> None:
     claims.draw(tmp_path / "figure.png", CLAIMS[name], None, small=False)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seeds_that_were_not_run_are_not_listed() -> None:
+    chosen = CLAIMS["overview"]
+    record = shipped("overview", small=True).records[0]
+    records = [record.model_copy(update={"seed": seed}) for seed in (3, 1, 2, 7)]
+    page = claims.page([chosen], {("overview", True): evidence.made(chosen, records, small=True)})
+    assert "seeds 1 to 3, 7," in page

@@ -263,7 +263,7 @@ def _part(claim: Claim, evidence: Evidence | None, *, small: bool) -> list[str]:
         seconds = sum(record.seconds for record in evidence.records)
         lines += [
             "",
-            f"{len(evidence.records)} runs, seeds {seeds[0]} to {seeds[-1]}, {seconds / 3600:.1f} hours of training; "
+            f"{len(evidence.records)} runs, seeds {_ranges(seeds)}, {seconds / 3600:.1f} hours of training; "
             f"{evidence.date}, harp {evidence.harp}{' at ' * bool(evidence.commit)}{evidence.commit}, "
             f"torch {versions.get('torch', '?')}, {evidence.machine}.",
         ]
@@ -288,3 +288,14 @@ def _without_other_measures(rows: Sequence[Row]) -> list[Row]:
     """Accuracies on the test set only; where there are none, all columns."""
     kept = [index for index, title in enumerate(rows[0]) if not title.startswith(("kept ", "middle ", "pruned "))]
     return [[row[index] for index in kept] for row in rows] if len(kept) > 1 else list(rows)
+
+
+def _ranges(seeds: Sequence[int]) -> str:
+    """Sorted numbers as text: 1 to 3, 7."""
+    runs: list[list[int]] = []
+    for seed in seeds:
+        if runs and seed == runs[-1][-1] + 1:
+            runs[-1].append(seed)
+        else:
+            runs.append([seed])
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
