@@ -58,11 +58,15 @@ def test_all_files_of_a_claim_are_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert evidence.read(tmp_path / "evidence.json") == found
     with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))
-    assert len({len(row) for row in rows}) == 1
+        rows = list(csv.DictReader(file))
+    (row,) = (row for row in rows if [*row.values()][:4] == ["fashion-mnist", "pgd-20", "harp", "0.01"])
+    assert (row["published"], row["seeds"], row["images"]) == ("", "10", "2000")
+    assert float(row["low"]) < float(row["mean"]) < float(row["high"])
+    assert {row["experiment"] for row in rows} == {"fashion-mnist", "cifar10"}
     latex = (tmp_path / "table.tex").read_text(encoding="utf-8")
     assert r"natural at 0.25 \%" in latex and r"$\pm$" in latex
-    assert latex.count("&") == sum(len(row) - 2 for row in rows)
+    tables = claims.tables(CLAIMS["overview"], found, small=True).values()
+    assert latex.count("&") == sum(len(row) - 1 for table in tables for row in table)
 
 
 @pytest.mark.parametrize("name", ["gamma-steps", "strategy-resnet18", "channels", "methods"])

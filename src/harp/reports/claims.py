@@ -92,10 +92,19 @@ def _escape(text: str) -> str:
     return text.replace("±", r"$\pm$").replace("–", "--").replace(" | ", " / ")
 
 
-def as_csv(name: str, rows: Sequence[Row]) -> str:
-    """Rows as CSV, with the experiment in front."""
+def as_csv(claim: Claim, evidence: Evidence | None, *, small: bool) -> str:
+    """Every number of a claim, one a row: published, our mean with its 95 % interval, seeds, images of one seed."""
+    variant = claim.small if small else claim.full
+    published = {} if small else claim.cells
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerows([name, *row] for row in rows)
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([*Cell._fields, "published", "mean", "low", "high", "seeds", "images"])
+    for name in variant.experiments if variant else ():
+        ours = _measured_cells(name, evidence)
+        for cell in dict.fromkeys([*(cell for cell in published if cell.experiment == name), *ours]):
+            found = ours.get(cell)
+            numbers = (found.mean, found.low, found.high, found.seeds, found.images) if found else ("",) * 5
+            writer.writerow([*cell, published.get(cell, ""), *numbers])
     return buffer.getvalue()
 
 
@@ -105,7 +114,7 @@ def write(folder: Path, claim: Claim, evidence: Evidence, *, small: bool) -> lis
     texts = {
         "table.md": "\n".join(f"## {name}\n\n{markdown(rows)}" for name, rows in found.items()),
         "table.tex": "\n".join(f"% {name}\n{latex(rows)}" for name, rows in found.items()),
-        "table.csv": "".join(as_csv(name, rows) for name, rows in found.items()),
+        "table.csv": as_csv(claim, evidence, small=small),
     }
     for name, text in texts.items():
         files.write_text(folder / name, text)
