@@ -21,15 +21,16 @@ from support.paths import ROOT
 from test_imports import PACKAGES
 
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/**/*.md")]
 )
 
 
 def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example = blocks("docs/library.md", "python")[0].replace('"fashion"', '"digits"').replace("epochs=6", "epochs=1")
+    example = blocks("docs/how-to/library.md", "python")[0]
+    example = example.replace('"fashion"', '"digits"').replace("epochs=6", "epochs=1")
     scope: dict[str, object] = {}
-    exec(compile(example.replace("500", "200"), "docs/library.md", "exec"), scope)
+    exec(compile(example.replace("500", "200"), "docs/how-to/library.md", "exec"), scope)
     assert (tmp_path / "model.safetensors").stat().st_size > 1000
     assert kept(scope["pruner"].masks()) == scope["units"].total(0.01)
 
@@ -44,29 +45,31 @@ def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_two_lines_run() -> None:
-    example = blocks("docs/library.md", "python")[1].replace("range(20)", "range(2)").replace("keep=0.01", "keep=0.1")
+    example = blocks("docs/how-to/library.md", "python")[1]
+    example = example.replace("range(20)", "range(2)").replace("keep=0.01", "keep=0.1")
     model = cases.build("conv")
     scope = {"torch": torch, "model": model, "loader": [cases.batch(seed=seed) for seed in range(3)]}
     scope["your_loss"] = lambda model, x, y: nn.functional.cross_entropy(model(x), y)
-    exec(compile("import harp\n" + example, "docs/library.md", "exec"), scope)
+    exec(compile("import harp\n" + example, "docs/how-to/library.md", "exec"), scope)
     assert kept(scope["masks"]) == Weights(model).total(0.1)
 
 
 def test_every_method_has_its_row() -> None:
-    first_cells = re.findall(r"^\|(.*?)\|", (ROOT / "docs/methods.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = (ROOT / "docs/reference/methods.md").read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\|(.*?)\|", page, re.MULTILINE)
     missing = set(PRUNERS) - set(re.findall("`(.+?)`", "".join(first_cells)))
-    assert not missing, f"add a row to the first table of docs/methods.md for {', '.join(sorted(missing))}"
+    assert not missing, f"add a row to the first table of docs/reference/methods.md for {', '.join(sorted(missing))}"
 
 
 def test_the_crippled_attack_can_be_shown() -> None:
-    example = blocks("docs/methods.md", "python")[0].replace("epochs=20", "epochs=1")
+    example = blocks("docs/reference/methods.md", "python")[0].replace("epochs=20", "epochs=1")
     scope = {"model": cases.build("conv"), "batches": [cases.batch(seed=seed) for seed in range(3)]}
     scope["images"], scope["labels"] = cases.batch(seed=9)
-    exec(compile(example, "docs/methods.md", "exec"), scope)
+    exec(compile(example, "docs/reference/methods.md", "exec"), scope)
     assert scope["claimed"].n == scope["honest"].n == len(scope["labels"])
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_its_options_exist(
     page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,7 +86,7 @@ def test_every_command_and_its_options_exist(
             assert option in helped, f"{line}: {option}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
@@ -99,7 +102,7 @@ def code_spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_source_file_that_is_named_exists(page: Path) -> None:
     folders = [ROOT / "src" / "harp", ROOT, *([page.parent] if page.parent.name == "benchmarks" else [])]
     for span in code_spans(page):
@@ -120,7 +123,7 @@ def names_of_the_library(page: Path) -> set[str]:
     return names - {"harp.X"}  # any name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_name_of_the_library_exists(page: Path) -> None:
     for name in names_of_the_library(page):
         thing, (first, *parts) = import_module("harp"), name.split(".")
@@ -131,7 +134,7 @@ def test_every_name_of_the_library_exists(page: Path) -> None:
 
 
 def test_the_architecture_page_lists_the_packages_in_order() -> None:
-    (picture,) = blocks("docs/architecture.md", "text")
+    (picture,) = blocks("docs/explanation/architecture.md", "text")
     assert tuple(line.split()[0] for line in picture.splitlines()) == PACKAGES
 
 

@@ -602,7 +602,7 @@ print(float(tensors["w"].sum(dtype="float64")), int((tensors["w"] != 0).sum()), 
 
 
 def block(title: str) -> str:
-    page = (ROOT / "docs" / "format.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "format.md").read_text("utf-8")
     match = re.search(rf"<!-- {title} -->\n```\w*\n(.*?)```", page, re.DOTALL)
     assert match is not None
     return match[1]
@@ -624,7 +624,7 @@ def test_the_example_in_the_docs_is_what_is_written() -> None:
 
 
 def test_the_table_in_the_docs_names_every_byte() -> None:
-    page = (ROOT / "docs" / "format.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reference" / "format.md").read_text("utf-8")
     lines = [line.split()[1:] for line in block("the file").splitlines()]
     content = bytes.fromhex("".join("".join(line) for line in lines))
     at = 0

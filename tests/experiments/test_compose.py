@@ -222,7 +222,7 @@ def test_the_listing_fits_a_screen(harp: Harp, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_short_names_of_the_documentation() -> None:
-    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "recipes.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+)` \| `(\S+) (--[^`]+)` \|$", page, re.MULTILINE)
     assert len(rows) == 5
     for short, base, options in rows:

@@ -277,10 +277,10 @@ def test_patterns_must_match_a_parameter() -> None:
 
 
 def test_the_documentations_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "channels.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "channels.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     scope: dict[str, Any] = {}
-    exec(compile(example.replace("32, 32))", "32, 32), width=0.25)", 1), "docs/channels.md", "exec"), scope)
+    exec(compile(example.replace("32, 32))", "32, 32), width=0.25)", 1), "docs/how-to/channels.md", "exec"), scope)
     share = scope["units"].spent(scope["masks"]) / scope["units"].size
     assert capsys.readouterr().out.endswith(f"{share:.1%} of the FLOPs\n")
     assert share == pytest.approx(0.25, abs=0.02)

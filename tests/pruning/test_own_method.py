@@ -1,4 +1,4 @@
-"""Methods of other packages: the example of docs/methods.md, installed as its entry point says, and broken ones."""
+"""Methods of other packages: the documented example, installed as its entry point says, and broken ones."""
 
 import logging
 import sys
@@ -60,9 +60,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.fixture
 def own(site: Site) -> str:
     """The example of the documentation, installed."""
-    (project,) = (tomllib.loads(text) for text in blocks("docs/methods.md", "toml"))
+    (project,) = (tomllib.loads(text) for text in blocks("docs/reference/methods.md", "toml"))
     ((name, value),) = project["project"]["entry-points"][GROUP].items()
-    site.install(project["project"]["name"], blocks("docs/methods.md", "python")[1], **{name: value})
+    site.install(project["project"]["name"], blocks("docs/reference/methods.md", "python")[1], **{name: value})
     assert name == NAME
     return str(name)
 

@@ -21,7 +21,7 @@ def shipped(name: str, *, small: bool) -> evidence.Evidence:
 def test_the_evidence_page_is_up_to_date() -> None:
     found = {(name, small): evidence.shipped(name, small=small) for name in CLAIMS for small in (False, True)}
     page = claims.page(CLAIMS.values(), found)
-    written = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / "evidence" / "reproductions.md").read_text(encoding="utf-8")
     assert page == written, "run scripts/make-evidence-page"
 
 

@@ -68,7 +68,7 @@ def estimate(
     if plan or hardware or precision or utilisation:
         raise RecipeError(
             "--plan, --hardware, --precision and --utilisation are gone: run `harp estimate RECIPE` on the machine in "
-            "question; docs/estimate.md has the costs of the paper's experiments"
+            "question; docs/how-to/estimate.md has the costs of the paper's experiments"
         )
     if recipe is None:
         raise RecipeError("give a recipe: `harp list recipes` shows those that are shipped")

@@ -1,7 +1,7 @@
 """The `.harp` file format: a pruned network in few bytes, with a reader that needs numpy only.
 
 `write` and `load` work with torch tensors. `reader.py` is stand-alone: copy it to use a network without this package.
-docs/format.md describes the format.
+docs/reference/format.md describes the format.
 """
 
 from typing import TYPE_CHECKING, Any

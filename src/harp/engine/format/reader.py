@@ -1,4 +1,4 @@
-"""Reads `.harp` files: pruned networks, small. docs/format.md describes the format, byte by byte.
+"""Reads `.harp` files: pruned networks, small. docs/reference/format.md describes the format, byte by byte.
 
 This file needs Python 3.11 and numpy only: it can be copied to where networks are read. No file is trusted: sizes are
 checked against the length of the file and against `limit` before memory is allocated. All errors are a `BadFile`.

@@ -34,8 +34,8 @@ def write(
 
     `values` is the type of kept weights: "f32" (exact), "f16", or "int8" with a scale for each output channel. `others`
     is that of floats without a mask: "f32" or "f16". Other types are stored as they are. Kept weights stay kept, even
-    those that are zero; int8 rounds no nonzero weight to zero. `header` is any JSON object; docs/format.md describes
-    the keys that readers use.
+    those that are zero; int8 rounds no nonzero weight to zero. `header` is any JSON object; docs/reference/format.md
+    describes the keys that readers use.
     """
     write_bytes(path, encode(tensors, masks, header, values, others))
 

@@ -2,8 +2,8 @@
 
 A graph is small enough for the header of a file. It can be executed without torch, unless it has a "torch" node. All
 shapes are those of one image, without the batch axis; if the batch axis of a "torch" node's result is not in front, its
-shape lists all axes, and -k stands for k times the number of images. docs/format.md describes the operations with their
-attributes, and the arguments of "torch" nodes.
+shape lists all axes, and -k stands for k times the number of images. docs/reference/format.md
+describes the operations with their attributes, and the arguments of "torch" nodes.
 """
 
 import math

@@ -11,8 +11,9 @@ channels of convolutions, before their batch norms, and on the inputs of linear 
 Departures from the authors' code:
 - x̃ comes from the training's own attack on images in [0, 1]. Theirs standardises every image and then clips the
   attacked one to [0, 1]. Most of a standardised image is outside, so the attack can't move those pixels, and ε is in
-  another unit. The option `standardised` does the same, to show what that hides (see docs/methods.md). The network then
-  expects standardised images: accuracies that a run measures on plain ones mean nothing.
+  another unit. The option `standardised` does the same, to show what that hides (see
+  docs/reference/methods.md). The network then expects standardised images: accuracies that a run measures on plain
+  ones mean nothing.
 - The clean and the attacked pass share their z. Theirs draw new ones, so that VS is mostly the noise of the masks.
 - h are the outputs of the activation modules (of the gated convolutions in a model without any), and of the hidden
   linear layers before their activation, as theirs; the term of their first layer has no gradient, here it has.

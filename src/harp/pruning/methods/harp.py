@@ -13,8 +13,8 @@ With channels as units, kept = round(a C), and the cost is no longer Σ a n: L_H
 cost of the units, a_t is the one rate of all layers that meets the budget, a_init = 1 and the step of γ is twice as
 large. The paper's ⟨·⟩ in ∂L/∂r is a sum over all entries of the layer, kept or not.
 
-`published=True` is that. In short trainings or with a few hundred kept weights its quotas diverge (docs/methods.md says
-why). So four things differ by default:
+`published=True` is that. In short trainings or with a few hundred kept weights its quotas diverge
+(docs/reference/methods.md says why). So four things differ by default:
 
     budget          met at every step: one shift of all quotas, a = g(r + shift), brings the rates to the current
                     budget, which falls from `start` times the target to the target in the first half of the training
