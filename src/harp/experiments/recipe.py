@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import inspect
 import json
+import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -402,25 +403,65 @@ class Axes(_Part):
     name_objective: Flag = False  # names include the objective, even the file's own
 
 
+_LONGEST_MESSAGE = 500
+_LARGEST = 1 << 18  # bytes of a file
+_DEEPEST = 50
+_MOST_NODES = 1 << 16  # each use of an anchor counts all that it stands for
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, as the standard demands."""
+    """YAML in which a repeated key is an error, as the standard demands, and anchors can't make a small text large.
+
+    Deep nesting is refused early: the parser needs quadratic time for it.
+    """
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.YAMLError(f"its values are nested more than {_DEEPEST} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
-        keys = [key.value for key, _ in node.value]
-        twice = [key for position, key in enumerate(keys) if key in keys[:position]]
-        if twice:
-            raise yaml.MarkedYAMLError(problem=f"{twice[0]!r} is there twice", problem_mark=node.start_mark)
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=node.start_mark)
+                keys.add(key.value)
         return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _nodes_in(node, {}) > _MOST_NODES:
+            raise yaml.YAMLError(f"its anchors stand for more than {_MOST_NODES:,} values")
+        return node
+
+
+def _nodes_in(node: yaml.Node, counted: dict[int, float]) -> float:
+    """How many nodes a node stands for; infinite if it is inside itself."""
+    if id(node) not in counted:
+        counted[id(node)] = math.inf  # until it is known
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        inner = (part for item in parts for part in (item if isinstance(item, tuple) else (item,)))
+        counted[id(node)] = 1 + sum(_nodes_in(part, counted) for part in inner)
+    return counted[id(node)]
 
 
 def read(text: str | Path, where: str) -> Any:
     """Plain data from YAML text or a file: no dates or sets, and each use of an anchor is a copy."""
     try:
-        content = yaml.load(text if isinstance(text, str) else text.read_text(encoding="utf-8"), _Loader)
-        return json.loads(json.dumps(content))
+        if isinstance(text, Path):
+            if text.stat().st_size > _LARGEST:
+                raise RecipeError(f"{where} can't be read: it has more than {_LARGEST:,} bytes")
+            text = text.read_text(encoding="utf-8")
+        return json.loads(json.dumps(yaml.load(text, _Loader)))
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(f"{where} can't be read: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{where} can't be read: {' '.join(str(error).split())[:_LONGEST_MESSAGE]}") from error
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -8,13 +8,12 @@ message of one line.
 import errno
 import os
 import pickle
-import re
 import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import safetensors
 import safetensors.torch
@@ -22,11 +21,33 @@ import torch
 from torch import Tensor
 
 from harp.errors import CheckpointError
-from harp.system import digest
+from harp.system import digest, pickle_scan
 from harp.system.files import StrPath, atomic, reason, write_bytes
 
 # Keys under which training scripts save the weights, the most likely first.
 _WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema")
+# What a pickle of tensors and plain values may name, beside storages and types.
+_NAMES = frozenset(
+    {
+        ("__builtin__", "set"),
+        ("_codecs", "encode"),
+        ("builtins", "set"),
+        ("collections", "Counter"),
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch._tensor", "_rebuild_from_type_v2"),
+        ("torch._utils", "_rebuild_parameter"),
+        ("torch._utils", "_rebuild_parameter_with_state"),
+        ("torch._utils", "_rebuild_tensor"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.storage", "TypedStorage"),
+        ("torch.storage", "UntypedStorage"),
+    }
+)
+_OLD_PICKLES = 5  # at the start of a file of torch before 1.6, before the numbers
 # Exact types, because a subclass pickles as a class (numpy's float64 is a subclass of float).
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -181,6 +202,10 @@ def _read_torch(path: StrPath) -> object:
         size = os.path.getsize(path)
         if zipfile.is_zipfile(path):
             _check_archive(path, size)
+        else:
+            with open(path, "rb") as file:
+                for _ in range(_OLD_PICKLES):
+                    _check_pickle(path, file, size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old formats, which can still be read
             content: object = torch.load(path, map_location="cpu", weights_only=True)
@@ -193,12 +218,25 @@ def _read_torch(path: StrPath) -> object:
 
 
 def _check_archive(path: StrPath, size: int) -> None:
-    """Refuse a compressed archive, which may unpack to any size: torch does not compress."""
+    """Refuse a compressed archive, which may unpack to any size (torch does not compress), and check its pickles."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-    unpacked = sum(entry.file_size for entry in entries)
-    if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        raise CheckpointError(f"{path} is not a checkpoint: an archive of {size} bytes that unpacks to {unpacked}")
+        unpacked = sum(entry.file_size for entry in entries)
+        if unpacked > size or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise CheckpointError(f"{path} is not a checkpoint: an archive of {size} bytes that unpacks to {unpacked}")
+        for entry in entries:
+            if entry.filename.lower().endswith(".pkl"):
+                _check_pickle(path, archive.read(entry), size)
+
+
+def _check_pickle(path: StrPath, data: bytes | IO[bytes], size: int) -> None:
+    """Refuse a pickle that names more than plain tensors need: torch would call some functions that allocate."""
+    for module, name in sorted(pickle_scan.globals_of(data, size)):
+        storage = module in ("torch", "torch.cuda") and name.endswith("Storage")
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (storage or dtype or (module, name) in _NAMES):
+            held = f"it holds a {module}.{name}, and only tensors and plain values are read; save a state_dict"
+            raise CheckpointError(f"{path} is damaged or not a checkpoint: {held}")
 
 
 def _check_sizes(content: object, size: int) -> None:
@@ -250,7 +288,4 @@ def one_line(error: BaseException) -> str:
     if not isinstance(error, pickle.UnpicklingError):
         return reason(error)
     # torch's message advises to switch off weights_only, which is unsafe.
-    refused = re.search(r"GLOBAL (\S+)", " ".join(str(error).split()))
-    if refused:
-        return f"it holds a {refused[1]}, and only tensors and plain values are read; save a state_dict"
     return "it can't be read as tensors and plain values"

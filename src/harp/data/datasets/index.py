@@ -23,6 +23,9 @@ from harp.system import files
 logger = logging.getLogger("harp")
 
 _VERSION = 1
+LARGEST_LABEL = (1 << 20) - 1
+"""Every class up to the largest label gets a name."""
+
 _COLUMNS = ("held", "offsets", "sizes", "labels")
 
 
@@ -87,7 +90,7 @@ def _read(path: Path, stamp: str, archive_sizes: Integers) -> dict[str, Array] |
         logger.debug("no index: %s", error)
         return None
     ends, letters = arrays["ends"], arrays["letters"]
-    held, offsets, sizes = (arrays[key] for key in _COLUMNS[:3])
+    held, offsets, sizes, labels = (arrays[key] for key in _COLUMNS)
     valid = (
         arrays["stamp"].tobytes() == stamp.encode()
         and letters.dtype == np.uint8
@@ -95,6 +98,7 @@ def _read(path: Path, stamp: str, archive_sizes: Integers) -> dict[str, Array] |
         and (not len(ends) or ends[-1] == len(letters))
         and bool(np.all(np.diff(ends, prepend=0) >= 0))
         and bool(np.all((held >= 0) & (held < len(archive_sizes)) & (offsets >= 0) & (sizes >= 0)))
-        and bool(np.all(offsets + sizes <= archive_sizes[held]))
+        and bool(np.all(sizes <= archive_sizes[held] - offsets))
+        and bool(np.all((labels >= 0) & (labels <= LARGEST_LABEL)))
     )
     return arrays if valid else None

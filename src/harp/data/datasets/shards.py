@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from harp.data.datasets.base import UNKNOWN, Encoded, Listing
-from harp.data.datasets.index import Entry, indexed
+from harp.data.datasets.index import LARGEST_LABEL, Entry, indexed
 from harp.data.formats.bounded import Integers
 from harp.data.formats.tar import Member, TarIndex
 from harp.errors import DataError
@@ -20,7 +20,6 @@ from harp.system.progress import Quiet
 _SUFFIXES = frozenset(("jpg", "jpeg", "png", "webp"))  # of members that are images
 _PART = re.compile(r"(?:.*[-_.])?(train|test|val|validation)(?:[-_.]?\d[-_.\w]*)?\.tar")
 _LARGEST_FILE = 1 << 20  # bytes of a .cls or .json
-_LARGEST_LABEL = (1 << 20) - 1  # every class up to the largest label gets a name
 
 
 class Shards(Encoded):
@@ -85,10 +84,8 @@ def _label(archive: TarIndex, member: Member, suffix: str) -> int | None:
         value = value.get("label") if isinstance(value, dict) else None
         if value is None:
             return None
-    if type(value) is not int or not 0 <= value <= _LARGEST_LABEL:
-        raise DataError(
-            f"{archive.name}/{member.name}: {data[:20]!r}, expected a label from 0 up to {_LARGEST_LABEL:,}"
-        )
+    if type(value) is not int or not 0 <= value <= LARGEST_LABEL:
+        raise DataError(f"{archive.name}/{member.name}: {data[:20]!r}, expected a label from 0 up to {LARGEST_LABEL:,}")
     return value
 
 

@@ -17,6 +17,7 @@ _STRUCTURE, _TEXT = 2, 4  # classes of matrices
 _CLASSES = dict(zip(range(6, 16), ("f8", "f4", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8"), strict=True))
 _COMPLEX = 0x0800
 _MOST_RECORDS = 1 << 20
+_MOST_SIZES = 32  # of an array: numpy has no more
 
 _Element = tuple[int, memoryview]  # type and contents
 _EMPTY: _Element = (0, memoryview(b""))
@@ -106,16 +107,19 @@ def _uncompressed(name: str, body: memoryview, order: str) -> memoryview:
 def _header(name: str, body: memoryview, order: str) -> _Matrix:
     parts = _elements(name, body, order)
     (_, flags), (_, sizes), (_, label) = (next(parts, _EMPTY) for _ in range(3))
-    if len(flags) != 8 or len(sizes) % 4:
-        raise DataError(f"{name}: array flags of {len(flags)} bytes, sizes of {len(sizes)}, expected 8 and 4 a size")
+    if len(flags) != 8 or len(sizes) % 4 or len(sizes) > 4 * _MOST_SIZES:
+        expected = f"expected 8 and 4 a size, of at most {_MOST_SIZES}"
+        raise DataError(f"{name}: array flags of {len(flags)} bytes, sizes of {len(sizes)}, {expected}")
     shape = struct.unpack(f"{order}{len(sizes) // 4}i", sizes)
     return _Matrix(struct.unpack_from(f"{order}I", flags)[0], shape, bytes(label).decode("latin-1"), parts)
 
 
 def _array(name: str, matrix: _Matrix, order: str) -> Array:
     stored, values = next(matrix.contents, _EMPTY)
-    if not 2 <= len(matrix.shape) <= 32 or stored not in _STORED:
-        raise DataError(f"{name}: variable {matrix.name!r} has no size or values, expected 2 to 32 sizes and numbers")
+    if len(matrix.shape) < 2 or stored not in _STORED:
+        raise DataError(
+            f"{name}: variable {matrix.name!r} has no size or values, expected two sizes or more, and numbers"
+        )
     dtype = np.dtype(order + _STORED[stored])
     if min(matrix.shape) < 0 or math.prod(matrix.shape) * dtype.itemsize != len(values):
         claim = f"{'x'.join(map(str, matrix.shape))} values of {dtype.itemsize}"

@@ -7,24 +7,21 @@ that names any other function is refused.
 import io
 import math
 import pickle
-import pickletools
 from collections.abc import Callable
 
 import numpy as np
 
 from harp.data.formats.bounded import Array, Payload, first_line
 from harp.errors import DataError
+from harp.system import pickle_scan
 
 
 def unpickle(payload: Payload, expected: str) -> object:
     """The contents of a pickle, with a `PickledArray` for every array; an error says that it should be `expected`."""
     name, data = payload
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            # The memo is a table that grows to the index it is given: one short opcode could ask for 64 GB.
-            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(data):
-                raise DataError(f"memo index {argument}, expected at most {len(data):,}")
-        # The scan has also proved that all lengths in the pickle are real: loading allocates no more.
+        # The scan proves that all lengths in the pickle are real, and that no object in it is too large.
+        pickle_scan.globals_of(data, len(data))
         return _RestrictedUnpickler(io.BytesIO(data), encoding="bytes").load()
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise DataError(f"{name}: {len(data):,} bytes, expected {expected} ({first_line(error)})") from error

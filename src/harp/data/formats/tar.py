@@ -17,16 +17,16 @@ def read_archive(path: Path, members: Collection[str]) -> dict[str, Payload]:
     contents: dict[str, Payload] = {}
     try:
         # "r|" reads strictly forward: a damaged offset can't send it back and forth.
-        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+        with _Bounded(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
             for member in archive:
-                if member.size > LARGEST or stream.tell() > LARGEST:
+                if not 0 <= member.size <= LARGEST:
                     raise DataError(f"{path}: member of {member.size:,} bytes, expected {LARGEST:,} in all")
                 name = member.name.removeprefix("./")
-                file = archive.extractfile(member) if member.isreg() and name in members else None
-                if file is not None:
-                    contents[name] = Payload(f"{path}/{name}", file.read())
+                content = archive.extractfile(member) if member.isreg() and name in members else None
+                if content is not None:
+                    contents[name] = Payload(f"{path}/{name}", content.read())
             # Read to the end, where gzip has the checksum of everything.
-            while stream.tell() <= LARGEST and stream.read(1 << 20):
+            while stream.read(1 << 20):
                 pass
     except DataError:
         raise
@@ -36,6 +36,16 @@ def read_archive(path: Path, members: Collection[str]) -> dict[str, Payload]:
     if missing := ", ".join(name for name in members if name not in contents):
         raise DataError(f"{path}: no {missing} in the archive, expected the published archive, complete")
     return contents
+
+
+class _Bounded(gzip.GzipFile):
+    """A stream that ends with an error after `LARGEST` bytes: a small archive can hold a name of many gigabytes."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() > LARGEST:
+            raise tarfile.ReadError(f"more than {LARGEST:,} bytes in all")
+        return data
 
 
 class Member(NamedTuple):
@@ -64,7 +74,12 @@ class TarIndex:
                     end = self.inside.offset + self.inside.size
                     self._file.seek(self.inside.offset)  # tarfile starts at the current position
                 with tarfile.open(fileobj=self._file, mode="r:") as archive:
+                    start = -1
                     for entry in archive:
+                        # A negative size would send the iteration back to where it was.
+                        if entry.size < 0 or archive.offset <= start:
+                            raise tarfile.ReadError(f"{entry.name[:100]!r} has a negative size")
+                        start = archive.offset
                         if entry.isreg() and not entry.issparse():
                             yield self._member(entry, end)
                             count += 1
@@ -72,7 +87,7 @@ class TarIndex:
                     # tarfile also stops at half a header, so the block that marks the end is checked here.
                     if archive.offset >= end or self._file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                         raise EOFError("there is no mark of its end")
-        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        except (tarfile.TarError, OSError, EOFError, ValueError, OverflowError, MemoryError) as error:
             message = f"{self.name}: damaged or truncated after {count:,} files ({first_line(error)})"
             raise DataError(f"{message}, expected an uncompressed tar archive, complete") from error
 
