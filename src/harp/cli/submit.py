@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from harp.reports.leaderboards import Submission
 
 submit = Typer(
-    no_args_is_help=True,
     help="Write the files that a public leaderboard asks for, and check them.",
 )
 
