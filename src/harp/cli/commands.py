@@ -18,6 +18,7 @@ from harp.cli import (
     estimate,
     evaluate,
     export,
+    groups,
     listing,
     plan,
     processes,
@@ -99,6 +100,13 @@ class _Log(logging.Handler):
         print(f"{level}{record.getMessage()}", file=sys.stderr)
 
 
+def group() -> Any:
+    """All commands, with their options in groups."""
+    commands = typer.main.get_command(app)
+    groups.arrange(commands)
+    return commands
+
+
 def main() -> None:
     """Run the command of this process and exit."""
     # Spinning threads make a shared machine up to 40 times slower. This must be set before torch is imported.
@@ -144,10 +152,10 @@ def _invoke() -> int | None:
     """Parse the words and call the command; the code that it exits with."""
     if "_HARP_COMPLETE" in os.environ:  # a shell asks how a word may go on
         app(prog_name="harp")
-    command = typer.main.get_command(app)
     try:
-        with command.make_context("harp", sys.argv[1:] or ["--help"]) as context:
-            command.invoke(context)
+        commands = group()
+        with commands.make_context("harp", sys.argv[1:] or ["--help"]) as context:
+            commands.invoke(context)
     except typer.Exit as end:
         return end.exit_code
     return 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from harp.cli import signals
-from harp.errors import AT_CHANCE, UNFINISHED, Lost
+from harp.errors import AT_CHANCE, PROBLEM, UNFINISHED, Lost
 from harp.system.distributed import environment
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def announce_exit(code: object) -> None:
         from harp.system.distributed import peers
 
         if peers.several():
-            peers.of_this_run().leave(in_order=code in (None, 0, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
+            peers.of_this_run().leave(in_order=code in (None, 0, PROBLEM, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
 
 
 def loss_of(error: BaseException) -> Lost | None:

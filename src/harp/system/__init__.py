@@ -1,3 +1,15 @@
 """Files, signals, random seeds, progress displays and the processes of a run."""
 
-__all__ = ["distributed", "files", "interrupt", "memory", "nearest", "progress", "seeds", "states", "table", "tensors", "text"]
+__all__ = [
+    "distributed",
+    "files",
+    "interrupt",
+    "memory",
+    "nearest",
+    "progress",
+    "seeds",
+    "states",
+    "table",
+    "tensors",
+    "text",
+]
