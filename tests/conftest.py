@@ -6,6 +6,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import settings
 
 from harp import cli
+from harp.system import interrupt
 
 pytest.register_assert_rewrite("support")
 
@@ -39,9 +41,11 @@ def seeded() -> None:
 
 
 @pytest.fixture
-def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Harp:
+def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Harp]:
     """Run the command in an empty folder: exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command puts its own in its place
+    before = {number: signal.getsignal(number) for number in interrupt.SIGNALS}
 
     def command(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["harp", *words])
@@ -51,4 +55,6 @@ def harp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         captured = capsys.readouterr()
         return int(end.value.code or 0), captured.out, captured.err
 
-    return command
+    yield command
+    for number, handler in before.items():
+        signal.signal(number, handler)

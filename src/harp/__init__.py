@@ -7,11 +7,12 @@ harp.fit(model, batches, harp.PgdTraining(), harp.Fixed(units, pruner.masks()), 
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# For editors and type checkers. A test holds these imports against the table below.
+# For editors and type checkers, which know this name. `typing` itself would make every command wait, before Ctrl-C
+# is quiet. A test holds these imports against the table below.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from harp.attacks import Apgd as Apgd
     from harp.attacks import ApgdDlr as ApgdDlr
@@ -178,7 +179,7 @@ _INNER = {
 if not TYPE_CHECKING:  # a checker would take every misspelt name for something of any type
     __all__ = sorted(_HOMES)
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name == "artefact":  # published model cards say `from harp import artefact`
             return import_module("harp.experiments.artefact")
         if name not in _HOMES:

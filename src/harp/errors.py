@@ -21,6 +21,9 @@ prints just that line and exits with 2.
 
 import signal
 
+PROBLEM = 1
+"""The exit code of a command that finished, but with a problem that it printed, such as a check that failed."""
+
 AT_CHANCE = 3
 """The exit code of a run that finished with a network that answers at chance level; all its files are there."""
 

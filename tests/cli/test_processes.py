@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from harp.cli import processes
-from harp.errors import AT_CHANCE, LOST, UNFINISHED
+from harp.errors import AT_CHANCE, LOST, PROBLEM, UNFINISHED
 from harp.system.distributed import peers
 from harp.system.progress import Quiet, Terminal
 from support.commands import Harp
@@ -24,7 +24,8 @@ def test_only_the_first_process_shows_progress_and_logs(logger: logging.Logger) 
 
 
 @pytest.mark.parametrize(
-    ("code", "in_order"), [(None, True), (0, True), (AT_CHANCE, True), (UNFINISHED, True), (2, False), (LOST, False)]
+    ("code", "in_order"),
+    [(None, True), (0, True), (PROBLEM, True), (AT_CHANCE, True), (UNFINISHED, True), (2, False), (LOST, False)],
 )
 def test_other_processes_learn_whether_an_exit_is_regular(
     monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool

@@ -140,7 +140,7 @@ def test_the_small_network_of_a_channel_run_is_exported(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_run_is_exported_by_its_name(tmp_path: Path) -> None:
-    command = ["export", "tinynet", "--data", "digits", "--to", "sparse", "--output", str(tmp_path / "out"), "--json"]
+    command = ["export", "tinynet", "--data", "digits", "--to", "sparse", "--out", str(tmp_path / "out"), "--json"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     manifest = json.loads(done.stdout)

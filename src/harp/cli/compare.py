@@ -7,6 +7,7 @@ from typer import Argument, Exit, Option, echo
 
 from harp.cli import options
 from harp.cli.output import print_json
+from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
     from harp.experiments.compare import Comparison
@@ -84,7 +85,10 @@ def compare(
     comparison.write_recipes()
     if dry_run:
         written = queue.write()
-        echo(f"{len(written)} job files in {comparison.folder / 'jobs'}; nothing was submitted")
+        if as_json:
+            print_json({"folder": str(comparison.folder), "jobs": [], "files": [str(path) for path in written]})
+        else:
+            echo(f"{len(written)} job files in {comparison.folder / 'jobs'}; nothing was submitted")
         return
     jobs_of_runs = queue.submit()
     failed: dict[str, str] = {}
@@ -107,7 +111,7 @@ def _show_queue(comparison: "Comparison", jobs: list["Status"], display: "Quiet"
     """Show the state of the jobs, and what to do next."""
     if as_json:
         entries = [{"name": job.name, "state": job.state, "job": job.id, "note": job.note} for job in jobs]
-        print_json({"folder": str(comparison.folder), "jobs": entries})
+        print_json({"folder": str(comparison.folder), "jobs": entries, "files": []})
         return
     rows = [[job.name, job.id or "–", job.state, job.note] for job in jobs]
     display.table("\njobs", ("run", "job", "state", ""), rows)
@@ -122,17 +126,18 @@ def _show(comparison: "Comparison", outcome: dict[str, Any], display: "Quiet", a
     from harp.errors import MissingExtra
     from harp.experiments import table
     from harp.reports import plots
+    from harp.system.files import read_json
 
     try:
         plots.draw_study(comparison.folder, outcome)
     except MissingExtra as error:
         echo(f"picture   none: {error}", err=True)
     if as_json:
-        echo((comparison.folder / "results.json").read_text(encoding="utf-8"))
+        print_json({"folder": str(comparison.folder), **read_json(comparison.folder / "results.json")})
     else:
         for title, rows in table.blocks(outcome):
             display.table(f"\n{title}", table.columns(outcome["attack"], outcome["unit"]), rows)
         echo("\n" + "\n".join(table.notes(outcome)))
         echo(f"files     {comparison.folder}")
     if any(row["failed"] for row in outcome["rows"]):
-        raise Exit(1)
+        raise Exit(PROBLEM)

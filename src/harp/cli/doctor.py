@@ -6,6 +6,7 @@ from typer import Exit, Option
 
 from harp.cli import options
 from harp.cli.output import note_if_slow, print_json, show_findings, show_table
+from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
     from harp.evaluation.model_checks import Examination
@@ -41,7 +42,7 @@ def doctor(
     else:
         _show(display, examination)
     if not examination.healthy:
-        raise Exit(1)
+        raise Exit(PROBLEM)
 
 
 def _show(display: "Quiet", examination: "Examination") -> None:

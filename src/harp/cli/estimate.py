@@ -1,6 +1,5 @@
 """The command `harp estimate`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,8 @@ from harp.cli.options import (
     Set,
     Strategy,
 )
+from harp.cli.output import print_json
+from harp.errors import PROBLEM
 
 Removed = Annotated[str | None, typer.Option(hidden=True)]
 
@@ -85,9 +86,11 @@ def estimate(
         keep_states=keep_states,
     )
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        print_json(result)
     else:
         _show(result, display)
+    if result["warnings"]:
+        raise typer.Exit(PROBLEM)
 
 
 def _show(result: dict[str, Any], display: Any) -> None:

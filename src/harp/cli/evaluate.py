@@ -2,13 +2,18 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option, echo
+from typer import Argument, Exit, Option, echo
 
 from harp.cli import evaluate_file, options, processes
 from harp.cli.output import print_json, show_findings
+from harp.errors import PROBLEM
 from harp.system.distributed.environment import Machines
+
+if TYPE_CHECKING:
+    from harp.evaluation.accuracy import Subject
+    from harp.system.progress import Quiet
 
 _FULL = ["fgsm", "pgd-7", "pgd-10", "pgd-20", "pgd-40", "cw", "apgd-ce-50x5", "autoattack"]
 
@@ -64,7 +69,7 @@ def evaluate(
     from harp.evaluation.corruptions import find
     from harp.evaluation.results import Audit
     from harp.experiments import build, presets
-    from harp.reports import card, tables
+    from harp.reports import card
     from harp.system.distributed import fabric, peers
     from harp.system.interrupt import Stop
 
@@ -109,10 +114,9 @@ def evaluate(
     audit = audit_of(subject, folder, display=display, peers=processes_of_run)
     if weights is None and not Path(target).is_dir():
         display.note("no --weights: the network is measured as its code makes it")
-    output = {}
     with stop.on_signals():
         results = [audit.natural(), *(audit.under(*named_attack) for named_attack in attacks)]
-        output["results"] = [*results, *([audit.worst(results)] if len(results) > 2 else [])]
+        output = {"results": [*results, *([audit.worst(results)] if len(results) > 2 else [])]}
         if curve or full:
             output["curve"] = audit.curve(ball)
         if distances or full:
@@ -127,17 +131,30 @@ def evaluate(
         return
     if folder == Path(target) / "evaluation":
         card.write(Path(target))
+    bad = [finding for finding in output.get("checks", {}).get("findings", ()) if finding["verdict"] == "bad"]
     if as_json:
         print_json(output)
-        return
+        for finding in bad:
+            display.note(f"warning: {finding['check']}: {finding['text']}")
+    else:
+        _show(display, subject, target, output)
+        echo(f"files     {folder}")
+    if bad:
+        raise Exit(PROBLEM)
+
+
+def _show(display: "Quiet", subject: "Subject", target: str, output: dict[str, Any]) -> None:
+    """Print the numbers, and whether they can be believed."""
+    from harp.reports import tables
+
+    results = output["results"]
     columns = ("test", "accuracy", "95 % interval", "n", "epsilon")
-    rows = [[row[0], *row[2:]] for row in tables.result_rows([], output["results"])]
+    rows = [[row[0], *row[2:]] for row in tables.result_rows([], results)]
     display.table(f"{target} on {subject.data.name} ({results[0]['measure']})", columns, rows)
     for line in tables.remarks(output):
         echo(line)
     if "checks" in output:
         show_findings(display, "signs of false robustness", output["checks"]["findings"])
-    echo(f"files     {folder}")
 
 
 def _folder(target: str) -> Path:

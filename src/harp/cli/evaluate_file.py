@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from harp.cli.output import print_json, show_findings
+from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
     from harp.attacks import Ball
@@ -37,13 +38,19 @@ def attacks_on(setup: "Setup", names: Sequence[str], ball: "Ball", display: "Qui
 
 
 def show(display: "Quiet", output: dict[str, Any], folder: Path, *, as_json: bool) -> None:
-    """Print the results of the file and of its twin."""
-    for finding in output["checks"]:
-        if finding["verdict"] == "bad":
-            display.note(f"warning: {finding['check']}: {finding['text']}")
+    """Print the results of the file and of its twin; exit code 1 if a check finds something bad."""
+    bad = [finding for finding in output["checks"] if finding["verdict"] == "bad"]
+    for finding in bad:
+        display.note(f"warning: {finding['check']}: {finding['text']}")
     if as_json:
         print_json(output)
-        return
+    else:
+        _print(display, output, folder)
+    if bad:
+        raise typer.Exit(PROBLEM)
+
+
+def _print(display: "Quiet", output: dict[str, Any], folder: Path) -> None:
     artefact = output["artefact"]
     columns = ("test", "in torch", "as deployed", "95 % interval", "n", "epsilon", "")
     title = f"{artefact['file']} on {output['data']} ({output['measure']})"

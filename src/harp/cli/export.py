@@ -12,7 +12,7 @@ from harp.cli.output import print_json, show_table
 def export(
     target: Annotated[str, Argument(help="A run's folder, or a model as in `harp evaluate`.")],
     to: Annotated[list[str], Option(help="sparse, onnx, safetensors or torch-export; may be repeated.")],
-    output: Annotated[Path | None, Option(help="Folder for the files; default: RUN/export, or export/MODEL.")] = None,
+    out: Annotated[Path | None, Option(help="Folder for the files; default: RUN/export, or export/MODEL.")] = None,
     values: Annotated[str, Option(help="How the sparse file stores kept weights: f16, f32 or int8.")] = "f16",
     dense: Annotated[bool, Option("--dense", help="Keep dead channels in ONNX and torch-export.")] = False,
     check: Annotated[bool, Option("--check", help="Measure natural and PGD-20 accuracy in every coding.")] = False,
@@ -39,7 +39,7 @@ def export(
     display = Terminal()
     formats.check(to)
     exported = source.of_target(target, data, data_dir, weights, display, needs_data=check)
-    folder = output or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
+    folder = out or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
     manifest = write.export(
         exported, folder, to, values=values, dense=dense, check=check, examples=examples, display=display
     )

@@ -1,14 +1,14 @@
 """Messages of several processes of one run: what they have in common is printed once."""
 
 import logging
-import shlex
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 import typer
 
-from harp.errors import AT_CHANCE, UNFINISHED, Lost
+from harp.cli import signals
+from harp.errors import AT_CHANCE, PROBLEM, UNFINISHED, Lost
 from harp.system.distributed import environment
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ def print_loss(lost: Lost) -> None:
 
     place = environment.here()
     if place is None or (not peers.is_supervised() and _is_chosen("", place.rank)):
-        typer.echo(f"error: {lost}. What was saved is kept: go on with the same command: {command_line()}", err=True)
+        typer.echo(
+            f"error: {lost}. What was saved is kept: go on with the same command: {signals.command_line()}", err=True
+        )
 
 
 def announce_exit(code: object) -> None:
@@ -53,21 +55,18 @@ def announce_exit(code: object) -> None:
         from harp.system.distributed import peers
 
         if peers.several():
-            peers.of_this_run().leave(in_order=code in (None, 0, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
+            peers.of_this_run().leave(in_order=code in (None, 0, PROBLEM, AT_CHANCE, UNFINISHED, 128 + signal.SIGINT))
 
 
-def loss_of(error: RuntimeError) -> Lost | None:
+def loss_of(error: BaseException) -> Lost | None:
     """The error as `Lost`, if it comes from an exchange with a process that is gone; else None."""
+    if "torch" not in sys.modules or not isinstance(error, RuntimeError):
+        return None
     from harp.system.distributed import peers
 
-    if "torch" not in sys.modules or not peers.was_lost(error):
+    if not peers.was_lost(error):
         return None
     return Lost(f"another process of the run ended or can't be reached ({' '.join(str(error).split())[:160]})")
-
-
-def command_line() -> str:
-    """The command line of this process."""
-    return shlex.join(["harp", *sys.argv[1:]])
 
 
 def _is_chosen(text: str, rank: int) -> bool:

@@ -40,6 +40,7 @@ def prune(
     keep_states: options.KeepStates = 2,
     max_minutes: options.MaxMinutes = None,
     workers: options.Workers = None,
+    as_json: options.Json = False,
 ) -> None:
     """Prune a model to an exact budget and prove its robustness: a recipe from flags.
 
@@ -73,4 +74,15 @@ def prune(
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
     note = f"method: {best}, the best measured (benchmarks/README.md); --method names another"
     shown = note if method is None else ""
-    execute(parse(content, changes), out, data_dir, machines, minutes, keep_states, max_minutes, workers, shown)
+    execute(
+        parse(content, changes),
+        out,
+        data_dir,
+        machines,
+        minutes,
+        keep_states,
+        max_minutes,
+        workers,
+        shown,
+        as_json=as_json,
+    )

@@ -5,10 +5,14 @@ from typing import Annotated
 
 from typer import Argument, Option, echo
 
+from harp.cli import options
+from harp.cli.output import print_json
+
 
 def report(
     runs: Annotated[list[Path], Argument(help="Folders of finished runs.")],
     out: Annotated[Path, Option(help="The HTML file; its JSON and Markdown go beside it.")] = Path("report.html"),
+    as_json: options.Json = False,
 ) -> None:
     """Make one HTML page of runs: accuracy, robustness, size, the learned strategy, training, checks. Opens offline.
 
@@ -16,5 +20,9 @@ def report(
     """
     from harp.reports.html import build
 
-    for path in build(runs, out):
+    written = build(runs, out)
+    if as_json:
+        print_json({"files": [str(path) for path in written]})
+        return
+    for path in written:
         echo(path)

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option, echo
+from typer import Argument, Exit, Option, echo
 
 from harp.cli import options
 from harp.cli.output import print_json
+from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
     from harp.experiments.compare import Comparison
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from harp.experiments.reproduction.evidence import Evidence
     from harp.system.interrupt import Stop
     from harp.system.progress import Quiet
+
+_KEYS = ("claim", "place", "title", "verdict", "small_verdict", "cost")
 
 
 def reproduce(
@@ -64,6 +67,7 @@ def reproduce(
         _cost(chosen, small, display, as_json)
         return
     options.check_launcher(launcher, sbatch, max_minutes)
+    failed = 0
     if check is not None and check.is_file():
         evidence = _from_file(chosen, check)
     else:
@@ -80,12 +84,14 @@ def reproduce(
             if launcher == "slurm":
                 _submit(comparison, sbatch)
             else:
-                _execute(comparison, jobs, stop)
+                failed += _execute(comparison, jobs, stop)
         evidence = collect(chosen, small=small, comparisons=comparisons)
     if bundle is not None:
         evidence.write(bundle)
         echo(f"bundle    {bundle}", err=as_json)
     _show(chosen, evidence, out, display, as_json)
+    if failed:
+        raise Exit(PROBLEM)
 
 
 def _list(display: "Quiet", as_json: bool) -> None:
@@ -100,7 +106,7 @@ def _list(display: "Quiet", as_json: bool) -> None:
         rows.append([each.id, each.place, each.title, str(verdicts[0]), str(verdicts[1]), cost])
     columns = ("claim", "place", "what", "verdict", "small variant", "full cost")
     if as_json:
-        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+        print_json({"claims": [dict(zip(_KEYS, row, strict=True)) for row in rows]})
         return
     narrow = [[row[0], row[1].replace(" (appendix)", ""), *row[3:]] for row in rows]
     display.table(
@@ -145,10 +151,12 @@ def _from_file(chosen: "Claim", path: Path) -> "Evidence":
     return found
 
 
-def _execute(comparison: "Comparison", jobs: int, stop: "Stop") -> None:
-    for run in comparison.execute(jobs, stop=stop)["runs"]:
-        if run["failed"] is not None:
-            echo(f"failed    {run['name']}: {run['failed']}", err=True)
+def _execute(comparison: "Comparison", jobs: int, stop: "Stop") -> int:
+    """Run what is missing; the number of runs that failed."""
+    failed = [run for run in comparison.execute(jobs, stop=stop)["runs"] if run["failed"] is not None]
+    for run in failed:
+        echo(f"failed    {run['name']}: {run['failed']}", err=True)
+    return len(failed)
 
 
 def _submit(comparison: "Comparison", sbatch: str) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, echo
 
 from harp.cli import options, processes
+from harp.cli.output import print_json
 from harp.errors import AT_CHANCE
 from harp.system.distributed.environment import Machines
 
@@ -32,6 +33,7 @@ def run(
     keep_states: options.KeepStates = 2,
     max_minutes: options.MaxMinutes = None,
     workers: options.Workers = None,
+    as_json: options.Json = False,
 ) -> None:
     """Run a recipe: train its stages, evaluate, report. Interrupted? The same command goes on where it stopped.
 
@@ -48,7 +50,7 @@ def run(
 
     loaded = load(recipe, changes, Choice(method, strategy, keep, objective, channels))
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
-    execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers)
+    execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers, as_json=as_json)
 
 
 def execute(
@@ -61,6 +63,8 @@ def execute(
     max_minutes: float | None = None,
     workers: int | None = None,
     note: str = "",
+    *,
+    as_json: bool = False,
 ) -> None:
     """Run a recipe and print its results; `note` is printed before it starts."""
     from harp.errors import MissingExtra
@@ -91,23 +95,30 @@ def execute(
         return
     summary = run_folder.read(outcome.folder).summary
     layers, kind = summary["layers"], run_folder.budget_of(summary)["kind"]
-    display.table("channels" if kind == "channels" else "layers", tables.layer_columns(kind), tables.layer_rows(layers))
-    measure, data = outcome.results[0]["measure"], recipe.data.name
-    title = f"\n{recipe.name}: {measure} on the test set of {data}, seed {recipe.seed}"
-    display.table(title, tables.RESULT_COLUMNS, tables.result_rows(outcome.dense, outcome.results))
     headline = tables.headline(summary)
-    echo(f"\n{headline}")
-    for warning in summary["warnings"]:
-        echo(f"warning: {warning}")
+    picture = outcome.folder / "layers.png"
     try:
-        for suffix in ("png", "svg"):
-            file = outcome.folder / f"layers.{suffix}"
+        for suffix in (".png", ".svg"):
+            file = picture.with_suffix(suffix)
             plots.draw(file, f"{recipe.name}: {headline}", layers, prepared.histories(), kind)
-        echo(f"picture   {outcome.folder / 'layers.png'}")
     except MissingExtra as error:
         echo(f"picture   none: {error}", err=True)
-    echo(f"card      {card.write(outcome.folder)}")
-    echo(f"artefact  {outcome.folder / 'model.safetensors'}")
+    model_card = card.write(outcome.folder)
+    if as_json:
+        print_json({"folder": str(outcome.folder), **summary})
+    else:
+        columns = tables.layer_columns(kind)
+        display.table("channels" if kind == "channels" else "layers", columns, tables.layer_rows(layers))
+        measure, data = outcome.results[0]["measure"], recipe.data.name
+        title = f"\n{recipe.name}: {measure} on the test set of {data}, seed {recipe.seed}"
+        display.table(title, tables.RESULT_COLUMNS, tables.result_rows(outcome.dense, outcome.results))
+        echo(f"\n{headline}")
+        for warning in summary["warnings"]:
+            echo(f"warning: {warning}")
+        if picture.exists():
+            echo(f"picture   {picture}")
+        echo(f"card      {model_card}")
+        echo(f"artefact  {outcome.folder / 'model.safetensors'}")
     if summary["at_chance"]:
         echo(f"warning: {summary['warnings'][0]} All files are kept; the exit code is {AT_CHANCE}.", err=True)
         raise Exit(AT_CHANCE)

@@ -3,7 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, echo
+from typer import Argument, Exit, Option, echo
+
+from harp.cli import options
+from harp.cli.output import print_json
+from harp.errors import PROBLEM
 
 
 def shard(
@@ -11,6 +15,7 @@ def shard(
     out: Annotated[Path, Argument(help="The folder that takes the shards.")],
     count: Annotated[int, Option(help="Images a shard.")] = 1000,
     size: Annotated[int | None, Option(help="Resize larger images: their shorter side gets this many pixels.")] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Pack a folder of images into tar archives (WebDataset), which are read faster from slow or shared disks.
 
@@ -22,6 +27,10 @@ def shard(
     from harp.system.progress import Terminal
 
     written = write_shards(folder, out, count=count, size=size, display=Terminal())
-    echo(f"{written.images:,} images in {written.shards:,} shards: {out}")
+    if as_json:
+        print_json({"folder": str(out), **written._asdict()})
+    else:
+        echo(f"{written.images:,} images in {written.shards:,} shards: {out}")
     if written.undecodable:
         echo(f"{len(written.undecodable)} images can't be decoded and were left out", err=True)
+        raise Exit(PROBLEM)

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option, Typer, echo
 
+from harp.cli import options
+from harp.cli.output import print_json
+from harp.errors import PROBLEM
+
 if TYPE_CHECKING:
     from harp.reports.leaderboards import Submission
 
 submit = Typer(
-    no_args_is_help=True,
     help="Write the files that a public leaderboard asks for, and check them.",
 )
 
@@ -22,7 +25,8 @@ def apb(
     runs: Annotated[list[Path], Argument(help="Runs of one method: 90 %, 95 % and 99 % of an architecture.")],
     out: _Out = Path("submission-apb"),
     key: Annotated[str | None, Option(help="Name_AuthorYearWord; default: by the method's paper.")] = None,
-    paper: _Link = None,
+    link: _Link = None,
+    as_json: options.Json = False,
 ) -> None:
     """The Adversarial Pruning Benchmark: checkpoints, keys, taxonomy, numbers, the text of the issue.
 
@@ -32,7 +36,7 @@ def apb(
     """
     from harp.reports.leaderboards.apb import prepare
 
-    _show(prepare(runs, out, ap_key=key, paper=paper))
+    _show(prepare(runs, out, ap_key=key, paper=link), as_json)
 
 
 @submit.command()
@@ -44,6 +48,7 @@ def robustbench(
     authors: Annotated[str | None, Option(help="Its authors; the same default.")] = None,
     venue: Annotated[str | None, Option(help="Where it appeared; the same default.")] = None,
     link: _Link = None,
+    as_json: options.Json = False,
 ) -> None:
     """RobustBench: the model's entry, its definition in plain torch, its checkpoint, the text of the issue.
 
@@ -53,13 +58,17 @@ def robustbench(
     """
     from harp.reports.leaderboards.robustbench import prepare
 
-    _show(prepare(run, out, name=name, title=title, authors=authors, venue=venue, link=link))
+    _show(prepare(run, out, name=name, title=title, authors=authors, venue=venue, link=link), as_json)
 
 
-def _show(submission: "Submission") -> None:
+def _show(submission: "Submission", as_json: bool) -> None:
     """Print the problems and the folder; exit code 1 if the submission is not valid."""
     for problem in submission.problems:
         echo(problem, err=True)
-    echo(f"files     {submission.folder}")
+    if as_json:
+        found = {"errors": submission.errors, "warnings": submission.warnings}
+        print_json({"folder": str(submission.folder), **found})
+    else:
+        echo(f"files     {submission.folder}")
     if submission.errors:
-        raise Exit(1)
+        raise Exit(PROBLEM)

@@ -6,7 +6,6 @@ Numbers may be written `8/255`, `1e-4` or `1%`.
 """
 
 import copy
-import difflib
 import hashlib
 import inspect
 import json
@@ -45,6 +44,7 @@ from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.schedules import SCHEDULES
 from harp.pruning.units import BUDGETS
+from harp.system.nearest import unknown as unknown
 from harp.system.progress import Quiet
 from harp.training.objectives import OBJECTIVES
 
@@ -52,7 +52,6 @@ FORMAT = 2  # part of every hash: raise it if the same recipe gives another resu
 
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # numbers that are text to YAML
 _Table = Mapping[str, Callable[..., Any]]
-_MOST_SHOWN = 24  # names in an error
 _SUPPLIED = ("units", "masks", "seed", "num_classes", "in_channels", "shape")  # arguments of the run, not options
 
 
@@ -66,14 +65,6 @@ def number(value: Any) -> Any:
         return float(Decimal(above) / Decimal(below if slash else 1))  # decimal: 0.7% is exactly 0.007
     except ArithmeticError as error:
         raise ValueError(f"{value!r} is no number: write it like 0.01, 1%, 8/255 or 1e-4") from error
-
-
-def unknown(what: str, value: Any, known: Collection[str]) -> str:
-    """The error message for an unknown name, with the nearest known one."""
-    close = difflib.get_close_matches(str(value), list(known), n=1)
-    names = f"one of {', '.join(known) or 'none'}"
-    names = names if len(known) <= _MOST_SHOWN else f"`harp list` shows all {len(known)}"
-    return f"unknown {what} {value!r}: " + (f"did you mean {close[0]!r}?" if close else names)
 
 
 def _numeral(value: Any) -> Any:

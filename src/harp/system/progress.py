@@ -1,14 +1,28 @@
 """Progress displays: a live bar on a terminal, plain lines in a log file, nothing when used as a library."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+from harp.system.table import print_table
 
 _FORMATS = {
     "loss": "loss {:.3f}",
@@ -19,6 +33,36 @@ _FORMATS = {
 }
 
 _INTERVAL = 60.0  # seconds after which a log without a terminal gets a line in the middle of an epoch
+
+
+_WIDE = 80  # columns from which a bar has its full length
+_LONGEST_TIME = 7  # characters: 1:23:45
+_SHORTEST_NAME = 4
+_UNLIMITED = 100_000
+
+
+class _Numbers(ProgressColumn):
+    """What the work has come to: as many of the texts between commas as there is room for."""
+
+    def render(self, task: Task) -> "_Fitting":
+        """The texts of the task."""
+        return _Fitting(task.fields["numbers"])
+
+
+class _Fitting:
+    """Texts with commas in between, the last of which are left out where there is no room."""
+
+    def __init__(self, texts: str) -> None:
+        self.texts = texts
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(0, len(self.texts))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        fitting = self.texts
+        while len(fitting) > options.max_width:
+            fitting = fitting.rpartition(", ")[0]
+        yield Text(fitting, no_wrap=True)
 
 
 class Quiet:
@@ -96,7 +140,7 @@ class Terminal(Quiet):
     def epoch(self, record: Mapping[str, Any]) -> None:
         """Print a line if there is no terminal."""
         self._last |= record
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:
             self._line(self._numbers(record["epoch"]))
 
     @contextmanager
@@ -130,7 +174,7 @@ class Terminal(Quiet):
         """Move the bar; print a line if there is no terminal or if the run failed."""
         self._done, self._finished = self._done + 1, self._finished + 1
         self.active_runs(running)
-        if failure is not None or not self.console.is_terminal:
+        if failure is not None or not self.console.is_interactive:
             self.note(f"{self._name} {self._done}/{self._total}: {name}, {failure or 'done'}{self._remaining()}")
 
     def _remaining(self) -> str:
@@ -140,19 +184,11 @@ class Terminal(Quiet):
         return f", about {duration(seconds)} left"
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table to standard output. Names and numbers are not wrapped, columns without a name may be."""
-        table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        for index, column in enumerate(columns):
-            text = column == ""
-            widest = max([len(column), *(len(row[index]) for row in rows)]) if not text else None
-            justify: Literal["left", "right"] = "left" if text or index == 0 else "right"
-            table.add_column(column, justify=justify, no_wrap=not text, min_width=widest)
-        for row in rows:
-            table.add_row(*row)
+        """Print a table to standard output, as wide as the terminal; a file or a pipe gets every row in one line."""
         console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            console.width = 200  # a file or a pipe has no width
-        console.print(table)
+        if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+            console.width = _UNLIMITED
+        print_table(console, title, columns, rows)
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -165,16 +201,19 @@ class Terminal(Quiet):
     @contextmanager
     def _bar(self, name: str, total: int, completed: int) -> Iterator[None]:
         self._began = self._last_line = time.monotonic()
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:  # a file, a pipe, or a terminal that can't move its cursor
             yield
             return
+        width = 20 if self.console.width >= _WIDE else 6
+        room = self.console.width - width - (2 * len(str(total)) + 1) - _LONGEST_TIME - 3  # for the name
         columns = [
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(compact=True),
+            BarColumn(width, table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+            _Numbers(),
         ]
+        name = name if len(name) <= room else name[: max(room, _SHORTEST_NAME)].rstrip()
         with Progress(*columns, console=self.console) as self._progress:
             self._task = self._progress.add_task(name, total=total, completed=completed, numbers="")
             try:
