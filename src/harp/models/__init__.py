@@ -76,7 +76,7 @@ def build(
         spec: which model.
         num_classes: the number of logits.
         shape: channels, height and width of an image.
-        normalize: mean and standard deviation of each channel; None: none.
+        normalize: mean and standard deviation of each channel, or one for all; None: none.
         options: of the factory.
 
     Example:
@@ -87,7 +87,7 @@ def build(
         model = _construct(spec, num_classes, shape, options)
         if normalize is not None:
             mean, std = normalize
-            if len(mean) != shape[0]:
+            if len(mean) not in (1, shape[0]):
                 raise ModelError(f"normalisation is for {len(mean)} channels, the data has {shape[0]}")
             model = Normalized(model, mean, std)
         _check_logits(model, spec, num_classes, shape)
