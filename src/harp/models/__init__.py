@@ -3,7 +3,7 @@
 Every model maps images in [0, 1] to logits, and knows nothing of training or pruning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.models import external, resnet, small, vgg, wide_resnet
+from harp.models import external, input_size, resnet, small, vgg, wide_resnet
 from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
 
-__all__ = ["MODELS", "ModelEntry", "Normalized", "agreement", "build", "modes", "source_file", "usual", "weights"]
+__all__ = [
+    "MODELS",
+    "ModelEntry",
+    "Normalized",
+    "agreement",
+    "build",
+    "expected_size",
+    "modes",
+    "source_file",
+    "usual",
+    "weights",
+]
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,19 @@ def usual(spec: str) -> tuple[int, tuple[int, int, int]]:
     if spec in MODELS:
         return MODELS[spec].classes, MODELS[spec].shape
     return _IMAGENET if spec.startswith(("torchvision:", "timm:")) else (10, (3, 32, 32))
+
+
+def expected_size(spec: str, num_classes: int, options: Mapping[str, Any]) -> int | None:
+    """The side of the images that a model is made for; None if it takes images of any size, or nothing says it."""
+    if spec in MODELS:
+        return MODELS[spec].shape[1]
+    library, _, name = spec.partition(":")
+    if library == "torchvision":
+        return input_size.of_torchvision(name)
+    if library == "timm":
+        return input_size.of_timm(name, options)
+    with external.importable(spec):
+        return input_size.of_module(lambda shape: _construct(spec, num_classes, shape, dict(options)))
 
 
 def source_file(spec: str) -> str | None:

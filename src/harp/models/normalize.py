@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 
-
 USUAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -31,8 +30,10 @@ def constants(text: str) -> tuple[list[float], list[float]]:
         first, second = ([float(value) for value in part.split(",")] for part in parts)
     except ValueError as error:
         known = ", ".join(USUAL)
-        raise ModelError(f"normalisation {text!r}: write MEAN/STD, like 0.5/0.25 with a value or one for each channel, "
-                         f"or one of {known}") from error
+        raise ModelError(
+            f"normalisation {text!r}: write MEAN/STD, like 0.5/0.25 with a value or one for each channel, "
+            f"or one of {known}"
+        ) from error
     if max(*first, *second) > 1:
         raise ModelError(f"normalisation {text!r}: pixels are from 0 to 1, so divide values for 0 to 255 by 255")
     check_constants(first, second)

@@ -29,7 +29,17 @@ from harp.system.files import StrPath, atomic, reason, write_bytes
 logger = logging.getLogger("harp")
 
 # Keys under which training scripts save the weights, the most likely first.
-_WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema", "model_ema", "ema_state_dict", "state_dict_ema", "module")
+_WRAPPERS = (
+    "state_dict",
+    "model",
+    "net",
+    "model_state_dict",
+    "ema",
+    "model_ema",
+    "ema_state_dict",
+    "state_dict_ema",
+    "module",
+)
 # Exact types, because a subclass pickles as a class (numpy's float64 is a subclass of float).
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -82,7 +82,8 @@ def available(methods: list[str], attacks: list[str], objectives: list[str]) -> 
 
 
 QUANTITIES: dict[str, Callable[..., Value]] = {
-    function.__name__: function for function in (layer_counts, total_kept, size, multiply_adds, gamma, epochs, available)
+    function.__name__: function
+    for function in (layer_counts, total_kept, size, multiply_adds, gamma, epochs, available)
 }
 
 
