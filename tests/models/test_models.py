@@ -217,7 +217,7 @@ def test_normalisation_is_inside_the_model():
 
 
 def test_invalid_normalisation_is_refused():
-    assert "1 channels, the data has 3" in refused("resnet8", normalize=([0.5], [0.5]))
+    assert "2 channels, the data has 3" in refused("resnet8", normalize=([0.5] * 2, [0.5] * 2))
     assert "3 means and 1 stds" in refused("resnet8", normalize=([0.5] * 3, [0.5]))
     assert "std above 0" in refused("resnet8", normalize=([0.5] * 3, [0.5, 0.0, 0.5]))
     assert "finite" in refused("resnet8", normalize=([float("nan")] * 3, [0.5] * 3))

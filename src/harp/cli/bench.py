@@ -20,6 +20,8 @@ def bench(
     weights: options.Weights = None,
     classes: options.Classes = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     as_json: options.Json = False,
 ) -> None:
     """Time a pruned network on this CPU: the sparse engine against dense torch, ONNX Runtime and OpenVINO.
@@ -34,7 +36,7 @@ def bench(
     from harp.system.progress import Terminal
 
     display = Terminal()
-    subject = plan.Subject(artefact, data, data_dir, weights, classes, shape)
+    subject = plan.Subject(artefact, data, data_dir, weights, classes, shape, size=size, normalize=normalize)
     with tempfile.TemporaryDirectory() as folder:
         files = of_target(subject, Path(folder))
         result = measure(files, batches=batch, threads=threads, repeats=repeats, display=display)

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 def doctor(
     model: options.Model,
-    data: Annotated[str | None, Option(help="Data set to examine it on; default: random images.")] = None,
+    data: Annotated[
+        str | None, Option(help="Data to examine it on: a name, a folder or a file.npz; default: random images.")
+    ] = None,
     data_dir: options.DataDir = None,
     weights: options.Weights = None,
     classes: options.Classes = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     channels: Annotated[
         bool, Option("--channels/--no-channels", help="Look for channels too; slow for large models.")
     ] = True,
@@ -36,7 +40,9 @@ def doctor(
 
     display = Terminal()
     with note_if_slow(display, "following the channels through the model (--no-channels leaves that out)" * channels):
-        examination = Subject(model, data, data_dir, weights, classes, shape).examination(channels=channels)
+        examination = Subject(
+            model, data, data_dir, weights, classes, shape, size=size, normalize=normalize
+        ).examination(channels=channels)
     if as_json:
         print_json(examination.as_dict())
     else:

@@ -23,6 +23,8 @@ def evaluate(
     data: options.ModelData = None,
     data_dir: options.DataDir = None,
     weights: options.Weights = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     attack: Annotated[
         list[str] | None,
         Option(help="Like fgsm, pgd-20, pgd-20x5, cw, apgd-ce-50x5, apgd-t, fab-t, square, autoattack, aa-lite."),
@@ -103,7 +105,8 @@ def evaluate(
     device = fabric.device_for_evaluation(Machines(devices, accelerator, nodes, node_rank, main_address))
     processes_of_run = peers.of_this_run()
     display = processes.display(processes_of_run.rank == 0)
-    subject = build.load(target, data, data_dir, None if weights is None else str(weights))
+    given = None if weights is None else str(weights)
+    subject = build.load(target, data, data_dir, given, size=size, normalize=normalize)
     for network in (subject.model, subject.dense):
         if network is not None:
             network.to(device)

@@ -20,6 +20,8 @@ def export(
     data: options.ModelData = None,
     data_dir: options.DataDir = None,
     weights: options.Weights = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     as_json: options.Json = False,
 ) -> None:
     """Write a network for elsewhere, and prove in a fresh process that every file answers like the network.
@@ -38,7 +40,9 @@ def export(
 
     display = Terminal()
     formats.check(to)
-    exported = source.of_target(target, data, data_dir, weights, display, needs_data=check)
+    exported = source.of_target(
+        target, data, data_dir, weights, display, needs_data=check, size=size, normalize=normalize
+    )
     folder = out or (Path(target) / "export" if Path(target).is_dir() else Path("export", Path(target).name))
     manifest = write.export(
         exported, folder, to, values=values, dense=dense, check=check, examples=examples, display=display

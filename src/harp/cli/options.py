@@ -31,8 +31,20 @@ Out = Annotated[Path, Option("--out", help="Folder for runs; finished stages in 
 Set = Annotated[
     list[str], Option("--set", help="Change a value of the recipe, like stages.prune.epochs=5; repeatable.")
 ]
-ShapeData = Annotated[str | None, Option("--data", help="Data set that decides classes and image shape.")]
-ModelData = Annotated[str | None, Option("--data", help="Data set, if the target is a model.")]
+ShapeData = Annotated[
+    str | None, Option("--data", help="Data that decides classes and image shape: a name, a folder or a file.npz.")
+]
+ModelData = Annotated[
+    str | None,
+    Option("--data", help="Data, if the target is a model: a name (`harp list data`), a folder or a file.npz."),
+]
+Size = Annotated[
+    int | None, Option(min=1, help="Side of images that are resized; default: what the model is made for.")
+]
+Normalize = Annotated[
+    str | None,
+    Option(help="Normalisation in front of the model: MEAN/STD, like 0.5/0.25, or of a data set, like cifar10."),
+]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Devices = Annotated[int, Option(help="Processes (and GPUs) on this machine.")]
 Nodes = Annotated[int, Option(help="Machines; give the same command on each of them.")]
@@ -61,6 +73,7 @@ Channels = Annotated[bool, Option("--channels", help="Prune whole channels, not 
 Budget = Annotated[
     str | None, Option(help="What --keep counts: weights, macs; of channels flops, macs, parameters, memory.")
 ]
+PROTOCOL = Option(help="Epochs: given (as the flags say), equal (the same for all methods) or paper (as published).")
 KEEP = Option(help="Share to keep of the weights, or of the FLOPs of channels: 1%, 0.01 or 1/100.")
 Keep = Annotated[str | None, KEEP]
 Method = Annotated[str | None, Option(help="Pruning method (`harp list methods`): hydra, hydra+lamp, harp:reach=0.")]

@@ -26,6 +26,8 @@ def plan(
     weights: options.Weights = None,
     classes: options.Classes = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     as_published: Annotated[bool, Option("--as-published", help="Round each layer on its own, as papers do.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -42,7 +44,10 @@ def plan(
     from harp.system.progress import Terminal
 
     display = Terminal()
-    subject, limits = Subject(model, data, data_dir, weights, classes, shape), dict[str, Any]()
+    subject, limits = (
+        Subject(model, data, data_dir, weights, classes, shape, size=size, normalize=normalize),
+        dict[str, Any](),
+    )
     if compose.is_recipe(model) or compose.base_of(model) is not None:
         recipe = compose.load(model, choice=compose.Choice(keep=keep, channels=channels))
         subject, limits = _of_recipe(recipe, subject), recipe.units.options()

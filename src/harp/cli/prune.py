@@ -12,7 +12,9 @@ from harp.system.distributed.environment import Machines
 
 def prune(
     model: options.Model,
-    data: Annotated[str, Option(help="Data set: a name (`harp list data`) or a file.npz of your own.")],
+    data: Annotated[
+        str, Option(help="Data: a name (`harp list data`), or a folder of images or file.npz of your own.")
+    ],
     keep: Annotated[str, options.KEEP],
     method: options.Method = None,
     strategy: options.Strategy = None,
@@ -20,6 +22,8 @@ def prune(
     budget: options.Budget = None,
     multiple: options.Multiple = 1,
     weights: options.Weights = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     data_dir: options.DataDir = None,
     out: options.Out = Path("runs"),
     objective: Annotated[str, options.OBJECTIVE] = "pgd",
@@ -27,6 +31,7 @@ def prune(
     pretrain: Annotated[int | None, Option(help="Epochs of pre-training (none if weights are given).")] = None,
     prune_epochs: Annotated[int | None, Option("--prune", help="Epochs of pruning.")] = None,
     finetune: Annotated[int | None, Option(help="Epochs of fine-tuning.")] = None,
+    protocol: Annotated[str, options.PROTOCOL] = "given",
     batch: Annotated[int, Option(help="Images a batch.")] = 128,
     seed: Annotated[int, Option(help="Seed of everything random.")] = 0,
     ignore: Annotated[list[str], Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006 (same)
@@ -51,6 +56,7 @@ def prune(
     The method is tandem, or magnitude for channels, unless another is named.
     """
     from harp.experiments import presets
+    from harp.experiments.image_size import image_size
     from harp.experiments.recipe import parse
 
     best = presets.BEST["channels" if channels else "weights"]
@@ -70,6 +76,11 @@ def prune(
         channels=channels,
         budget=budget,
         multiple=multiple,
+        size=None
+        if any(change.startswith("data.size=") for change in changes)
+        else image_size(data, data_dir, size, model),
+        normalize=normalize,
+        protocol=protocol,
     )
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
     note = f"method: {best}, the best measured (benchmarks/README.md); --method names another"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, echo
+from typer import Exit, Option, echo
 
 from harp.cli import options, processes
 from harp.cli.output import print_json
@@ -21,6 +21,10 @@ def run(
     keep: options.Keep = None,
     objective: options.Objective = None,
     channels: options.Channels = False,
+    protocol: Annotated[
+        str,
+        Option(help="Epochs of another method: equal (the same for all), given (the base's) or paper (as published)."),
+    ] = "equal",
     out: options.Out = Path("runs"),
     data_dir: options.DataDir = None,
     changes: options.Set = [],  # noqa: B006 (typer copies it)
@@ -44,11 +48,15 @@ def run(
 
     The same in one word, by what is pruned: harp run cifar10/vgg16/hydra-lamp-trades-99.9
 
+    A one-shot method spends the base's epochs of pruning on fine-tuning, as the names of recipes say; with `--protocol
+    given` it trains as long as the base's stages. `--set stages.finetune.epochs=4` says it outright.
+
     Channels, to a quarter of the FLOPs: harp run fashion --keep 25% --channels
     """
     from harp.experiments.compose import Choice, load
 
-    loaded = load(recipe, changes, Choice(method, strategy, keep, objective, channels))
+    chosen = None if protocol == "equal" else protocol  # nothing replaces a file's own stages unless it is chosen
+    loaded = load(recipe, changes, Choice(method, strategy, keep, objective, channels, chosen))
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
     execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers, as_json=as_json)
 

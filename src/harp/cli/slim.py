@@ -22,6 +22,8 @@ def slim(
     weights: options.Weights = None,
     classes: options.Classes = None,
     shape: options.Shape = None,
+    size: options.Size = None,
+    normalize: options.Normalize = None,
     as_json: options.Json = False,
 ) -> None:
     """Cut out what is pruned: smaller tensors, the same answers.
@@ -46,7 +48,7 @@ def slim(
             raise RecipeError(f"--keep {keep}: a run has its budget in its recipe; --keep is for models")
         shrunk = of_run(Path(target), shape)
     else:
-        subject = plan.Subject(target, data, data_dir, weights, classes, shape)
+        subject = plan.Subject(target, data, data_dir, weights, classes, shape, size=size, normalize=normalize)
         source = subject.source()
         model, (images, _) = subject.model(source), subject.images(source)
         if keep is None:

@@ -5,6 +5,7 @@ Each split has two tensors: images as uint8 or float32 in [0, 1], and labels. Im
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,11 @@ from torch import Tensor
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
 from harp.system.seeds import derive
+
+logger = logging.getLogger("harp")
+
+TEST_SHARE = 0.2
+"""The share of all images that become the test set of data without one."""
 
 TOLERANCE = 1e-6
 """How far a pixel may be outside of [0, 1] because of rounding."""
@@ -50,7 +56,8 @@ class DataSet:
     """A training and a test split with the same classes.
 
     `balanced`: report the mean of the per-class accuracies. `flip`: the usual augmentation mirrors images. `source`:
-    one line about the origin of the data. `verified`: the files match the published checksums.
+    one line about the origin of the data. `verified`: the files match the published checksums. `drawn`: the data has no
+    test images of its own, they were drawn from all images, see `draw_test`.
     """
 
     name: str
@@ -61,6 +68,7 @@ class DataSet:
     flip: bool = True
     source: str = ""
     verified: bool = False
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.train) or not len(self.test):
@@ -112,10 +120,15 @@ def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
     Example:
         train, held = harp.holdout(split, 8, seed=0)
     """
-    count = len(split)
+    held = _held(split.labels.cpu(), size, seed)
+    return split.select((~held).nonzero().flatten()), split.select(held.nonzero().flatten())
+
+
+def _held(labels: Tensor, size: int, seed: int) -> Tensor:
+    """Which of the images are held out: `size` of them, with the same class proportions as all."""
+    count = len(labels)
     if not 1 <= size < count:
         raise DataError(f"hold-out of {size} from {count} images, expected 1 to {count - 1}")
-    labels = split.labels.cpu()
     classes, counts = torch.unique(labels, return_counts=True)
     # The largest remainder method in integers: the sizes add up exactly and are the same on every machine.
     sizes, remainders = counts * size // count, counts * size % count
@@ -126,7 +139,26 @@ def holdout(split: Split, size: int, seed: int) -> tuple[Split, Split]:
     for label, quota in zip(classes.tolist(), sizes.tolist(), strict=True):
         members = (labels == label).nonzero().flatten()
         held[members[torch.randperm(len(members), generator=generator)[:quota]]] = True
-    return split.select((~held).nonzero().flatten()), split.select(held.nonzero().flatten())
+    return held
+
+
+def draw_test(labels: Tensor, where: str) -> Tensor:
+    """Which images are the test set of data that has none: a fifth of each class, the same ones each time.
+
+    Every run on the data so has the same test images, whatever its seed.
+    """
+    counts = torch.unique(labels, return_counts=True)[1]
+    if not len(labels) or int(counts.min()) < 2:
+        raise DataError(f"{where}: no test images, and a class with one image, expected 2 or more to draw test images")
+    test = _held(labels, max(1, round(TEST_SHARE * len(labels))), 0)
+    logger.info(
+        "%s: no test images of its own: %s of its %s images are the test set: %.0f %% of each class, always the same",
+        where,
+        f"{int(test.sum()):,}",
+        f"{len(labels):,}",
+        100 * TEST_SHARE,
+    )
+    return test
 
 
 def draw(split: Split, size: int, seed: int) -> Split:

@@ -1,17 +1,20 @@
 """Data sets by name.
 
-    data = load("fashion")                        # or "cifar10", "svhn", ..., or "mine.npz"
+    data = load("fashion")                        # or "cifar10", "svhn", ..., "mine.npz", or a folder of pictures
     rest, held = holdout(data.train, 1000, seed=0)
 
 `harp.data.batches` makes the batches of an epoch.
 """
 
 import difflib
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from harp.data.dataset import DataSet, Split, draw, holdout
 from harp.data.datasets.base import Encoded, Facts, InMemory, Preset
 from harp.data.datasets.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
+from harp.data.datasets.huggingface import HuggingFace, is_saved
 from harp.data.datasets.image_folder import Folder, TinyImageNet
 from harp.data.datasets.imagenet import ImageNet
 from harp.data.datasets.mnist import DIGITS, FASHION_MD5, GARMENTS, MNIST_MD5, Mnist
@@ -21,13 +24,28 @@ from harp.data.datasets.svhn import Svhn
 from harp.errors import DataError
 from harp.system.progress import Quiet
 
-__all__ = ["DATASETS", "DEFAULT_FOLDER", "DataSet", "Split", "draw", "facts", "holdout", "load"]
+__all__ = [
+    "DATASETS",
+    "DEFAULT_FOLDER",
+    "DataSet",
+    "Place",
+    "Split",
+    "draw",
+    "facts",
+    "find",
+    "holdout",
+    "is_path",
+    "is_shipped",
+    "load",
+]
 
 DEFAULT_FOLDER = Path("data")
 """The default folder for the files of data sets."""
 
+AnySource = InMemory | Encoded | HuggingFace
+
 _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_SOURCES: tuple[InMemory | Encoded, ...] = (
+_SOURCES: tuple[AnySource, ...] = (
     Embedded(
         "fashion",
         "part of Fashion-MNIST, shipped with the package: 5,000 + 1,000 garments, 28x28x1",
@@ -108,8 +126,8 @@ _SOURCES: tuple[InMemory | Encoded, ...] = (
     ),
     Folder(
         "folder",
-        "your images: train/<class>/ and test/<class>/ (or val/<class>/), at the size you give",
-        "a folder with train and test (or val), each with one folder of images a class",
+        "your images: train/<class>/ and test/<class>/ (or val/<class>/), or just <class>/, at the size you give",
+        "a folder with train and test (or val), each with one folder of images a class, or one folder a class",
     ),
     Shards(
         "shards",
@@ -121,7 +139,19 @@ _SOURCES: tuple[InMemory | Encoded, ...] = (
         "your arrays: x_train, y_train, x_test and y_test in an .npz file",
         "an .npz file, or a folder with data.npz",
     ),
+    HuggingFace(
+        "huggingface",
+        "a data set of Hugging Face's `datasets` on disk, as save_to_disk writes it",
+        "the folder that save_to_disk wrote",
+    ),
 )
+_TELLING = {
+    "cifar10": "data_batch_1",
+    "cifar100": "cifar-100-python",
+    "svhn": "train_32x32.mat",
+    "fashion-mnist or mnist": "train-images-idx3-ubyte.gz",
+}
+"""Files by which a folder is known to hold the data set of a name."""
 DATASETS = {source.name: source for source in _SOURCES}
 """All data sets by name."""
 
@@ -130,6 +160,79 @@ def facts(name: str) -> Facts | None:
     """A data set as it was published; None if it is only known from its files."""
     source = DATASETS.get(name)
     return None if source is None else source.facts
+
+
+@dataclass(frozen=True)
+class Place:
+    """What reads a data set, and the folder or file that it reads."""
+
+    source: AnySource
+    path: Path
+
+    @property
+    def resizes(self) -> bool:
+        """Whether its images are resized to a size that somebody has to say."""
+        return not isinstance(self.source, InMemory) and self.source.facts is None
+
+    def first_size(self, display: Quiet | None = None) -> tuple[int, int]:
+        """Width and height of the first image, of data that is resized."""
+        display = display or Quiet()
+        if isinstance(self.source, Encoded | HuggingFace):
+            return self.source.first_size(self.path, display)
+        raise DataError(f"{self.source.name}: all its images have one size")
+
+
+def is_path(name: str) -> bool:
+    """Whether a data set is named by its folder or file, not by a name of `DATASETS`."""
+    return name not in DATASETS
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a data set is a part of the package."""
+    return isinstance(DATASETS.get(name), Embedded)
+
+
+def find(name: str, data_dir: str | Path | None = None) -> Place:
+    """What a user wrote as data: a name of `DATASETS`, an .npz file, or a folder of images or of `datasets`.
+
+    A path is looked for in `data_dir` first, if that is given.
+    """
+    if name in DATASETS:
+        return Place(DATASETS[name], DEFAULT_FOLDER if data_dir is None else Path(data_dir).expanduser())
+    path = Path(name).expanduser()
+    places = [path]
+    if data_dir is not None:
+        folder = Path(data_dir).expanduser()
+        places = [folder / path, folder / path.name, folder, path]
+    if name.endswith(".npz"):
+        return Place(DATASETS["npz"], next(filter(Path.is_file, places), places[0]))
+    found = next(filter(Path.is_dir, places), None)
+    if found is not None:
+        return Place(_source_of(found), found)
+    if path.exists():
+        raise DataError(f"{path} is a file: expected a folder of images, an .npz file or a name of `harp list data`")
+    if os.sep in name:
+        raise DataError(
+            f"{path}: no such folder, expected a folder of images, an .npz file or a name of `harp list data`"
+        )
+    near = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    known = ", ".join(DATASETS)
+    raise DataError(f"no data set {name!r}: {hint}expected {known} or a path to an .npz file or a folder of images")
+
+
+def _source_of(folder: Path) -> AnySource:
+    """What reads a folder, by the files in it."""
+    if is_saved(folder):
+        return DATASETS["huggingface"]
+    if any(folder.glob("*train*.tar")):
+        return DATASETS["shards"]
+    if (folder / "data.npz").is_file():
+        return DATASETS["npz"]
+    for name, file in _TELLING.items():
+        if (folder / file).exists():
+            raise DataError(f"{folder} holds {file}, of a data set with a name: --data {name} --data-dir {folder}")
+    return DATASETS["folder"]
 
 
 def load(
@@ -141,7 +244,7 @@ def load(
     margin: float | None = None,
     display: Quiet | None = None,
 ) -> DataSet:
-    """Load a data set of `DATASETS`, or an .npz file by its path.
+    """Load a data set of `DATASETS`, or an .npz file or a folder of images by its path.
 
     The files are in `data_dir` (default: data), or in a folder there with the name of the data set; for "npz" it may be
     the file itself. `size` is the side length of images, for data sets that resize; the others have a fixed size.
@@ -151,7 +254,7 @@ def load(
     streamed, and test images are the centre of the stored images resized to `margin` times the size.
 
     Arguments:
-        name: the name of the data set, or the path of an .npz file.
+        name: the name of the data set, or the path of an .npz file or of a folder of images.
         data_dir: the folder with the files.
         size: the side length of an image in pixels.
         stream: decode images when they are needed.
@@ -162,22 +265,18 @@ def load(
         data = harp.load_data("digits")
         print(len(data.train), data.shape, data.num_classes)
     """
-    folder = DEFAULT_FOLDER if data_dir is None else Path(data_dir)
-    if name.endswith(".npz"):
-        path = Path(name)
-        folder, name = (path if path.exists() or data_dir is None else folder / path), "npz"
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise DataError(f"no data set {name!r}: {hint}expected {', '.join(DATASETS)} or a path to an .npz file")
-    source = DATASETS[name]
+    source, folder = (place := find(name, data_dir)).source, place.path
     if isinstance(source, Encoded):
         return source.open(folder, size, stream=stream, margin=margin, display=display)
     if stream or margin is not None:
         encoded = ", ".join(other.name for other in _SOURCES if isinstance(other, Encoded))
-        raise DataError(f"{name}: its images are not files, expected {encoded} to stream or to crop stored pictures")
+        raise DataError(
+            f"{source.name}: its images are not files, expected {encoded} to stream or to crop stored pictures"
+        )
+    if isinstance(source, HuggingFace):
+        return source.open(folder, size, display)
     data = source.read(folder)
     if size is not None and data.shape[1:] != (size, size):
         side = f"{data.shape[1]}x{data.shape[2]}"
-        raise DataError(f"{name}: size {size} for images of {side}, expected none: only folder resizes")
+        raise DataError(f"{source.name}: size {size} for images of {side}, expected none: only folder resizes")
     return data

@@ -18,6 +18,9 @@ from harp.data.streaming.images import Streamed
 from harp.errors import RecipeError
 from harp.evaluation.accuracy import DEFAULT, Subject
 from harp.experiments import recipe, run_folder
+from harp.experiments.image_size import image_size
+from harp.experiments.places import Places
+from harp.models.normalize import constants
 from harp.models.weights import load_weights
 from harp.pruning import methods
 from harp.pruning.channels import Channels, Latency, price
@@ -26,33 +29,47 @@ from harp.pruning.units import Units, Weights
 from harp.training import objectives
 
 
-def load(target: str, data_name: str | None, data_dir: Path | None, weights: str | None) -> Subject:
-    """The network and data to evaluate: those of a run's folder, or a model and a data set."""
+def load(
+    target: str,
+    data_name: str | None,
+    data_dir: Path | None,
+    weights: str | None,
+    *,
+    size: int | None = None,
+    normalize: str | None = None,
+) -> Subject:
+    """The network and data to evaluate: those of a run's folder, or a model and a data set.
+
+    `size` is that of images that are resized, `normalize` the text of a normalisation; both are for models only.
+    """
     folder = Path(target)
+    if folder.is_dir() and (size is not None or normalize is not None):
+        raise RecipeError(f"--size and --normalize are for models: {target} is a run, which has its own")
     if folder.is_dir():
         run = run_folder.read(folder) if weights is None else None
         made = run_folder.recipe_of(folder) if run is None else run.recipe
-        source = made.data.load(data_dir, name=data_name)
+        source = run_folder.load_data(folder, data_dir, data_name, made=made)
+        part = Places.read(folder).model_of(made)
         if run is None:
-            return Subject(build(made.model, source, weights), source, threat(made))
+            return Subject(build(part, source, weights), source, threat(made))
         before = _dense_weights(run)
-        dense = None if before is None else build(made.model, source, before)
+        dense = None if before is None else build(part, source, before)
         model = run.network(source.shape, source.num_classes).model
         return Subject(model, source, threat(made), dense, tuple(stage.folder for stage in run.stages[-1:]))
     if os.sep in target and ":" not in target:
         raise RecipeError(f"there is no folder {target} (give a folder that `harp run` made, or a model)")
     if data_name is None:
         raise RecipeError(f"there is no run {target!r}; if it is a model, add --data (see `harp list data`)")
-    source = registry.load(data_name, data_dir)
-    return Subject(build(recipe.Model(name=target), source, weights), source)
+    source = registry.load(data_name, data_dir, image_size(data_name, data_dir, size, target))
+    part = recipe.Model(name=target, normalize=None if normalize is None else constants(normalize))
+    return Subject(build(part, source, weights), source)
 
 
 def _dense_weights(run: run_folder.Finished) -> Path | None:
     """The weights before pruning, if the run pruned a network and the file is still there."""
     names = [stage.pruner["name"] for stage in run.recipe.stages]
     first = next((number for number, name in enumerate(names) if name != "dense"), 0)
-    given = run.recipe.model.weights
-    file = Path(given) if first == 0 and given else None
+    file = run.places.weights_of(run.recipe) if first == 0 else None
     if 0 < first <= len(run.stages):
         file = run.stages[first - 1].folder / "model.safetensors"
     return file if file is not None and file.is_file() else None

@@ -84,6 +84,7 @@ class Choice:
     keep: str | None = None
     objective: str | None = None
     channels: bool = False
+    protocol: str | None = None  # of `harp.experiments.stages`; None: equal, as in the names of recipes
 
     def over(self, other: "Choice") -> "Choice":
         """This choice, completed by another one."""
@@ -162,7 +163,7 @@ def _composed(base: dict[str, Any], axes: Axes, choice: Choice) -> dict[str, Any
     if objective["name"] == "free" != resolved.objective["name"]:
         parts = parts.replayed(bool(PRUNERS[name].finetuning))
     pruner = {"name": name, **inherited(name, own), **options, "keep": keep}
-    stages = parts.equal(pruner, objective)
+    stages = pipeline.protocol_of(choice.protocol or "equal").stages(parts, pruner, objective)
     pipeline.check_learns(name, name, stages)
     evaluate = dict(base.get("evaluate", {}))
     if objective["name"] == "natural":

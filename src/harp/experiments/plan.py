@@ -13,6 +13,8 @@ from harp import models
 from harp.data import registry
 from harp.errors import RecipeError
 from harp.evaluation import model_checks
+from harp.experiments.image_size import image_size
+from harp.models.normalize import constants
 from harp.models.weights import load_weights
 from harp.pruning import allocation, rounding
 from harp.pruning.channels import TARIFFS, Channels
@@ -30,21 +32,31 @@ class Subject:
     classes: int | None = None
     shape: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # of the model's factory
+    size: int | None = None  # of images that are resized
+    normalize: str | None = None  # mean and deviation, as `harp.models.normalize.constants` reads them
 
     def source(self) -> registry.DataSet | None:
         """The data set, if one is named."""
-        return None if self.data_name is None else registry.load(self.data_name, self.data_dir)
+        if self.data_name is None:
+            return None
+        size = image_size(
+            self.data_name, self.data_dir, self.size, self.spec, classes=self.classes, options=self.options
+        )
+        return registry.load(self.data_name, self.data_dir, size)
 
     def kind(self, source: registry.DataSet | None) -> tuple[int, tuple[int, int, int]]:
         """The number of classes and the image shape."""
         classes, shape = models.usual(self.spec) if source is None else (source.num_classes, source.shape)
+        if source is None and self.size is not None:
+            shape = (shape[0], self.size, self.size)
         return self.classes or classes, shape if self.shape is None else parse_shape(self.shape)
 
     def model(self, source: registry.DataSet | None = None) -> nn.Module:
         """The model, seeded, or with its weights."""
         classes, shape = self.kind(self.source() if source is None else source)
         torch.manual_seed(0)
-        net = models.build(self.spec, num_classes=classes, shape=shape, **self.options)
+        normalize = None if self.normalize is None else constants(self.normalize)
+        net = models.build(self.spec, num_classes=classes, shape=shape, normalize=normalize, **self.options)
         if self.weights is not None:
             load_weights(net, self.weights)
         return net

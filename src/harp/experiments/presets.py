@@ -7,7 +7,8 @@ from harp.data.registry import DATASETS
 from harp.errors import RecipeError
 from harp.experiments import compose
 from harp.experiments.recipe import number
-from harp.experiments.stages import ONE_STEP, Parts
+from harp.experiments.stages import ONE_STEP, Parts, protocol_of
+from harp.models.normalize import constants
 from harp.pruning.methods import PRUNERS
 
 BEST = {"weights": "tandem", "channels": "magnitude"}
@@ -31,10 +32,14 @@ def recipe(
     channels: bool = False,
     budget: str | None = None,
     multiple: int = 1,
+    size: int | None = None,
+    normalize: str | None = None,
+    protocol: str = "given",
 ) -> dict[str, Any]:
     """The content of a recipe that pre-trains (unless weights are given), prunes and fine-tunes.
 
-    `keep` is a share of the weights, or of the FLOPs of `channels`, unless a `budget` says what else it counts.
+    `keep` is a share of the weights, or of the FLOPs of `channels`, unless a `budget` says what else it counts. The
+    `protocol` lays out the stages: by default they have the lengths that are given.
     """
     name, options = compose.read_method(method, strategy)
     preset = DATASETS[data].preset if data in DATASETS else Preset()
@@ -60,11 +65,13 @@ def recipe(
     return {
         "name": "".join(letter if letter.isalnum() else "-" for letter in title).strip("-"),
         "seed": seed,
-        "data": {"name": data, "batch": batch, "pad": preset.pad},
-        "model": {"name": model} if weights is None else {"name": model, "weights": weights},
+        "data": {"name": data, "batch": batch, "pad": preset.pad} | ({} if size is None else {"size": size}),
+        "model": {"name": model}
+        | ({} if weights is None else {"weights": weights})
+        | ({} if normalize is None else {"normalize": [list(values) for values in constants(normalize)]}),
         "units": {**units, "ignore": ignore},
         "objective": training,
-        "stages": parts.equal({"name": name, **options, "keep": keep}, training),
+        "stages": protocol_of(protocol).stages(parts, {"name": name, **options, "keep": keep}, training),
         "evaluate": evaluation,
     }
 

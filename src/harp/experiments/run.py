@@ -1,7 +1,7 @@
 """Running a recipe: its stages one after the other, each in a folder named by the hash of all that produced it.
 
     ROOT/stages/<hash>-<name>/   recipe.yaml metrics.jsonl state.pt model.safetensors masks.safetensors stage.json
-    ROOT/<recipe>-<hash>/        recipe.yaml model.safetensors masks.safetensors results/*.json summary.json layers.png
+    ROOT/<recipe>-<hash>/        recipe.yaml places.json model.safetensors masks.safetensors results/*.json summary.json
 
 Pruned channels are cut out right after the stage that chose them: what follows trains, measures and saves the small
 network, and `slim.json` beside its weights says what was cut.
@@ -35,6 +35,7 @@ from harp.evaluation import score as evaluate
 from harp.evaluation.accuracy import Subject
 from harp.evaluation.results import Audit
 from harp.experiments import artefact, build, energy, run_folder
+from harp.experiments.places import Places
 from harp.experiments.recipe import Recipe, Stage
 from harp.models.weights import fingerprint, load_weights
 from harp.pruning import macs, masks, methods, schedules
@@ -115,6 +116,9 @@ class Run:
         self.peers = peers.of_this_run()
         self.peers.listen(self.stop)
         self.data = source or recipe.data.load(data_dir, display=self.display)
+        self.places = Places.of(
+            recipe, data_dir, has_files=source is None and not registry.is_shipped(recipe.data.name)
+        )
         sharers = affinity.sharers(self.peers.gather)
         self.workers = default_workers(sharers) if workers is None else workers
         count = recipe.data.held(len(self.data.train))
@@ -392,6 +396,7 @@ class Run:
         (folder / "summary.json").unlink(missing_ok=True)  # it is there only if all other files belong to it
         artefact.save(folder, self.model, outcome.masks, self.total, self.units, self.cut)
         files.write_text(folder / "recipe.yaml", recipe.to_yaml())
+        self.places.write(folder)
         identity = recipe.identity(len(recipe.stages), *self.contents)
         for result in outcome.results:
             files.write_json(folder / "results" / f"{result['name']}.json", {"recipe": identity, **result})
@@ -400,6 +405,7 @@ class Run:
             "recipe": identity,
             "name": recipe.name,
             "source": self.data.source,
+            "data": run_folder.facts_of(self.data),
             "stages": [str(self.stage_folder(n).relative_to(self.root)) for n in range(len(recipe.stages))],
             "network": fingerprint(self.model),
             "cost": cost if self.cut is None else macs.reduced(self.dense_cost, cost),

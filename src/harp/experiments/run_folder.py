@@ -1,6 +1,7 @@
 """The folder of a run: its name, and the one reader of what a finished run left in it.
 
 RUN/recipe.yaml summary.json model.safetensors masks.safetensors
+RUN/places.json                            where its data and its model's file are on this machine
 RUN/evaluation/*.json                      results of `harp evaluate`
 RUN/export/*.evaluation/deployed-*.json    results of `harp evaluate` on exported files
 RUN/../stages/<name>/stage.json            unless the run was moved away from its stages
@@ -10,6 +11,7 @@ A missing or damaged file gives the same error in every command.
 
 import copy
 import hashlib
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +23,22 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from harp import models
+from harp.data import registry
 from harp.data.registry import DATASETS, DataSet, facts
-from harp.errors import CheckpointError, ModelError, RecipeError, RunFolderError
+from harp.data.streaming.images import Streamed
+from harp.errors import CheckpointError, DataError, ModelError, RecipeError, RunFolderError
 from harp.experiments import artefact, recipe
+from harp.experiments.places import Places
 from harp.experiments.recipe import Recipe, Stage
 from harp.experiments.records import KINDS, Record, StageFile, Summary
 from harp.pruning import masks
 from harp.pruning.channels import Cut
 from harp.pruning.masks import Masks
 from harp.system import files
+from harp.system.progress import Quiet
 from harp.system.tensors import load_tensors
+
+logger = logging.getLogger("harp")
 
 _FINISH = "`harp run` its recipe again to finish it"
 _REWRITE = "`harp run` its recipe again writes it anew"
@@ -57,6 +65,55 @@ def name(made: Recipe, hashes: Sequence[str]) -> str:
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def facts_of(source: DataSet) -> dict[str, Any]:
+    """What a run notes of its data: image shape, names of the classes, and what tells whether it is the same later."""
+    streamed = isinstance(source.test.images, Streamed)
+    return {
+        "shape": list(source.shape),
+        "classes": list(source.classes),
+        "drawn": source.drawn,
+        "fingerprint": source.fingerprint(),
+        "streamed": streamed,  # the fingerprint of streamed images is another one
+    }
+
+
+def load_data(
+    folder: Path,
+    data_dir: Path | None = None,
+    name: str | None = None,
+    *,
+    made: Recipe | None = None,
+    display: Quiet | None = None,
+) -> DataSet:
+    """The data of a run, finished or not, from where it was; or other data, of a name.
+
+    `made` is the run's recipe if it was read before.
+    """
+    made = recipe_of(folder) if made is None else made
+    path = folder / "summary.json"
+    known = files.read_json(path).get("data") if path.is_file() else None
+    known = known if isinstance(known, dict) else {}
+    other = name is not None and name != made.data.name
+    size = known["shape"][1] if other and known and registry.find(str(name), data_dir).resizes else None
+    source = Places.read(folder).load(made, data_dir, name, size, display)
+    if not other and known:
+        _check_same(folder, source, known)
+    return source
+
+
+def _check_same(folder: Path, source: DataSet, known: Mapping[str, Any]) -> None:
+    """Tell data that has changed since a run: test images that were drawn from all of it are others now."""
+    now = facts_of(source)
+    if now["streamed"] != known.get("streamed") or now["fingerprint"] == known.get("fingerprint"):
+        return
+    if source.drawn:
+        raise DataError(
+            f"{folder}: its data has changed, and with it the test images, which were drawn from all images: put it "
+            "back, or name a test set of its own by --data"
+        )
+    logger.warning("%s: the data is not what it was when this run was made", folder)
 
 
 @dataclass(frozen=True)
@@ -158,13 +215,31 @@ class Finished:
     @property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes; numbers where no names are known."""
-        recorded = [result["classes"] for result in self.own if result.get("classes")]
+        recorded = [result["classes"] for result in (self.noted, *self.own) if result.get("classes")]
         names = getattr(DATASETS.get(self.recipe.data.name), "classes", ()) or (recorded[0] if recorded else ())
         return tuple(map(str, names if len(names) == self.classes else range(self.classes)))
 
     @property
+    def noted(self) -> Mapping[str, Any]:
+        """What the run noted of its data; nothing in older runs."""
+        noted = self.summary.get("data")
+        return noted if isinstance(noted, dict) else {}
+
+    @cached_property
+    def places(self) -> Places:
+        """Where its files were."""
+        return Places.read(self.folder)
+
+    def load_data(self, data_dir: Path | None = None, name: str | None = None) -> DataSet:
+        """Its data, from where it was, or other data of a name."""
+        return load_data(self.folder, data_dir, name, made=self.recipe)
+
+    @property
     def shape(self) -> tuple[int, int, int] | None:
         """The shape of an image (channels, height, width), if the data set or a recorded example says it."""
+        if self.noted.get("shape"):
+            channels, height, width = self.noted["shape"]
+            return int(channels), int(height), int(width)
         known, size = facts(self.data), self.recipe.data.size
         if known is not None:
             return known.shape if size is None else (known.shape[0], size, size)
@@ -176,7 +251,7 @@ class Finished:
         shape = shape or self.shape
         if shape is None:
             raise RecipeError(f"{self.folder} does not say the shape of its images: add --shape, like 3x32x32")
-        architecture = self.recipe.model.build(classes or self.classes, shape).eval()
+        architecture = self.places.model_of(self.recipe).build(classes or self.classes, shape).eval()
         model, cut = copy.deepcopy(architecture), artefact.cut_of(self.folder)
         artefact.load(self.folder, model)
         path = self.folder / "masks.safetensors"
@@ -254,7 +329,7 @@ def load_run(folder: str | Path, *, data_dir: str | Path | None = None) -> Loade
     run = read(folder)
     shape = run.shape
     if shape is None:
-        shape = run.recipe.data.load(None if data_dir is None else Path(data_dir)).shape
+        shape = run.load_data(None if data_dir is None else Path(data_dir)).shape
     return network_of(run, shape)
 
 

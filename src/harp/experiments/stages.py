@@ -1,8 +1,10 @@
-"""The stages of a method, laid out from the three parts of a recipe by one of two protocols.
+"""The stages of a method, laid out from the three parts of a recipe by a protocol.
+
+`given` takes the lengths as they are given. A one-shot method prunes at once, so its epochs of pruning are not spent;
+one that trains sparse from random weights gets all epochs in one stage.
 
 `equal` gives every method the same epochs. A method that learns its masks prunes and fine-tunes a pre-trained network;
-a one-shot method fine-tunes longer; one that trains sparse from random weights gets all epochs in one stage. The
-learning rates are those of the stages that the epochs come from.
+a one-shot method fine-tunes longer. The learning rates are those of the stages that the epochs come from.
 
 `paper` gives each method the lengths, learning rates, decays and schedules of its own paper: the `layout` of its class.
 """
@@ -30,17 +32,25 @@ class Parts(NamedTuple):
     prune: Part
     finetune: Part
 
+    def given(self, pruner: Part, objective: Part | None = None) -> Stages:
+        """The stages of a method by the protocol `given`; `objective` is as in `equal`."""
+        method, pruning = PRUNERS[pruner["name"]], self.prune["epochs"]
+        if method.from_scratch:
+            return self._from_scratch(pruner, self._whole(objective))
+        passes = pruning if method.passes is None else min(method.passes, pruning)
+        return Parts(self.pretrain, {**self.prune, "epochs": passes}, self.finetune)._in_three(pruner, objective)
+
     def equal(self, pruner: Part, objective: Part | None = None) -> Stages:
         """The stages of a method by the protocol `equal`.
 
         `objective` is the recipe's: a method that fine-tunes under a loss of its own takes the threat from it.
         """
-        method, pruning = PRUNERS[pruner["name"]], self.prune["epochs"]
-        if method.from_scratch:
-            return self._from_scratch(pruner, self._whole(objective))
-        passes = pruning if method.passes is None else min(method.passes, pruning)
-        longer = {**self.finetune, "epochs": self.finetune["epochs"] + pruning - passes}
-        return Parts(self.pretrain, {**self.prune, "epochs": passes}, longer)._in_three(pruner, objective)
+        passes, pruning = PRUNERS[pruner["name"]].passes, self.prune["epochs"]
+        saved = 0 if passes is None else pruning - min(passes, pruning)
+        longer = {**self.finetune, "epochs": self.finetune["epochs"] + saved}
+        return (self if PRUNERS[pruner["name"]].from_scratch else self._replace(finetune=longer)).given(
+            pruner, objective
+        )
 
     def published(self, pruner: Part, objective: Part | None = None) -> Stages:
         """The stages of a method by the protocol `paper`; what the paper does not say is as in `equal`.
@@ -166,7 +176,18 @@ class Protocol(NamedTuple):
     stages: Callable[[Parts, Part, Part | None], Stages]
 
 
+def protocol_of(name: str) -> Protocol:
+    """The protocol of a name."""
+    if name not in PROTOCOLS:
+        raise RecipeError(f"unknown protocol {name!r}: one of {', '.join(PROTOCOLS)}")
+    return PROTOCOLS[name]
+
+
 PROTOCOLS = {
+    "given": Protocol(
+        "every stage has the epochs that are given; what one-shot methods don't need for pruning is not spent",
+        Parts.given,
+    ),
     "equal": Protocol("every method trains for the same epochs, at the recipe's learning rates", Parts.equal),
     "paper": Protocol(
         "every method has the lengths, learning rates, decays and schedules of its own paper; lengths are scaled by "

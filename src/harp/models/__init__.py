@@ -3,7 +3,7 @@
 Every model maps images in [0, 1] to logits, and knows nothing of training or pruning.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.models import external, resnet, small, vgg, wide_resnet
+from harp.models import external, input_size, resnet, small, vgg, wide_resnet
 from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
 
-__all__ = ["MODELS", "ModelEntry", "Normalized", "agreement", "build", "modes", "source_file", "usual", "weights"]
+__all__ = [
+    "MODELS",
+    "ModelEntry",
+    "Normalized",
+    "agreement",
+    "build",
+    "expected_size",
+    "modes",
+    "source_file",
+    "usual",
+    "weights",
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,19 @@ def usual(spec: str) -> tuple[int, tuple[int, int, int]]:
     return _IMAGENET if spec.startswith(("torchvision:", "timm:")) else (10, (3, 32, 32))
 
 
+def expected_size(spec: str, num_classes: int, options: Mapping[str, Any]) -> int | None:
+    """The side of the images that a model is made for; None if it takes images of any size, or nothing says it."""
+    if spec in MODELS:
+        return MODELS[spec].shape[1]
+    library, _, name = spec.partition(":")
+    if library == "torchvision":
+        return input_size.of_torchvision(name)
+    if library == "timm":
+        return input_size.of_timm(name, options)
+    with external.importable(spec):
+        return input_size.of_module(lambda shape: _construct(spec, num_classes, shape, dict(options)))
+
+
 def source_file(spec: str) -> str | None:
     """The Python file that a spec names, if it names one."""
     path, colon, _ = spec.rpartition(":")
@@ -76,7 +100,7 @@ def build(
         spec: which model.
         num_classes: the number of logits.
         shape: channels, height and width of an image.
-        normalize: mean and standard deviation of each channel; None: none.
+        normalize: mean and standard deviation of each channel, or one for all; None: none.
         options: of the factory.
 
     Example:
@@ -87,7 +111,7 @@ def build(
         model = _construct(spec, num_classes, shape, options)
         if normalize is not None:
             mean, std = normalize
-            if len(mean) != shape[0]:
+            if len(mean) not in (1, shape[0]):
                 raise ModelError(f"normalisation is for {len(mean)} channels, the data has {shape[0]}")
             model = Normalized(model, mean, std)
         _check_logits(model, spec, num_classes, shape)

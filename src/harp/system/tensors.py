@@ -6,6 +6,7 @@ message of one line.
 """
 
 import errno
+import logging
 import os
 import pickle
 import stat
@@ -24,8 +25,20 @@ from harp.errors import CheckpointError
 from harp.system import digest, pickle_scan
 from harp.system.files import StrPath, atomic, reason, write_bytes
 
+logger = logging.getLogger("harp")
+
 # Keys under which training scripts save the weights, the most likely first.
-_WRAPPERS = ("state_dict", "model", "net", "model_state_dict", "ema")
+_WRAPPERS = (
+    "state_dict",
+    "model",
+    "net",
+    "model_state_dict",
+    "ema",
+    "model_ema",
+    "ema_state_dict",
+    "state_dict_ema",
+    "module",
+)
 # What a pickle of tensors and plain values may name, beside storages and types.
 _NAMES = frozenset(
     {
@@ -260,8 +273,11 @@ def _check_sizes(content: object, size: int) -> None:
 def _unwrapped(path: StrPath, content: object) -> dict[str, Tensor]:
     """The state dict inside the content of a checkpoint."""
     for _ in range(3):  # wrappers may be nested, as in {"state_dict": {"model": ...}}
-        if isinstance(content, dict):
-            content = next((content[key] for key in _WRAPPERS if isinstance(content.get(key), dict)), content)
+        keys = [key for key in _WRAPPERS if isinstance(content.get(key), dict)] if isinstance(content, dict) else []
+        if isinstance(content, dict) and keys:
+            if len(keys) > 1:
+                logger.info("%s: the weights are those of %r, not of %s", path, keys[0], ", ".join(map(repr, keys[1:])))
+            content = content[keys[0]]
     if not isinstance(content, dict) or not content:
         raise CheckpointError(f"{path} holds a {type(content).__name__} without tensors, not a model's weights")
     for name, value in content.items():

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from harp.data.dataset import DataSet, Split
 from harp.data.formats.bounded import Array, Bytes, Integers
-from harp.data.formats.byte_ranges import EncodedImages
-from harp.data.formats.images import Centre
+from harp.data.formats.byte_ranges import EncodedImages, read_place
+from harp.data.formats.images import Centre, decode_image, strict_warnings
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
 from harp.system.memory import machine_memory
@@ -24,6 +24,7 @@ from harp.system.progress import Quiet
 logger = logging.getLogger("harp")
 
 _SHARE = 1 / 4  # of the machine's memory that decoded images may take
+_SHOWN = 6  # files that an error lists
 _CHUNK = 256  # images decoded at a time
 
 UNKNOWN = "no published checksum to compare with"
@@ -76,6 +77,7 @@ class Listing(NamedTuple):
     test: EncodedImages
     classes: tuple[str, ...]
     source: str
+    drawn: bool = False  # the test images are drawn from all images
 
 
 class Encoded(Source):
@@ -84,6 +86,13 @@ class Encoded(Source):
     @abstractmethod
     def find(self, folder: Path, display: Quiet) -> Listing:
         """The places of the images, without opening one."""
+
+    def first_size(self, folder: Path, display: Quiet) -> tuple[int, int]:
+        """Width and height of the first image."""
+        place = self.find(folder, display).train.place(0)
+        with strict_warnings():
+            size = decode_image(read_place(place), place.name).size
+        return int(size[0]), int(size[1])
 
     def open(
         self,
@@ -98,7 +107,9 @@ class Encoded(Source):
         display = display or Quiet()
         side = self.facts.shape[1] if size is None and self.facts is not None else size
         if side is None:
-            raise DataError(f"{self.name}: no image size for {folder}, expected size= in pixels, such as 64")
+            raise DataError(
+                f"{self.name}: no image size for {folder}, expected one in pixels, like --size 64 (data.size)"
+            )
         crop = Centre(side, 1.0 if margin is None else margin)
         listing = self.find(folder, display)
         images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]
@@ -118,6 +129,7 @@ class Encoded(Source):
             test=Split(test, torch.from_numpy(listing.test.labels)),
             classes=listing.classes,
             source=listing.source,
+            drawn=listing.drawn,
         )
 
 
@@ -158,13 +170,23 @@ class Published(InMemory):
     balanced: bool = False
     flip: bool = True
 
-    def places(self, folder: Path) -> tuple[Path, Path]:
-        """A folder with the name of the data set comes first: MNIST and Fashion-MNIST use the same file names."""
-        return folder / self.name, folder
+    def places(self, folder: Path) -> list[Path]:
+        """Folders to look in: the one with the name of the data set, then the one given, then one level down and up.
+
+        A folder with the name of the data set comes first: MNIST and Fashion-MNIST use the same file names.
+        """
+        if folder.is_file():  # an archive
+            folder = folder.parent
+        own = _plain(self.name)
+        below = sorted(filter(Path.is_dir, folder.iterdir())) if folder.is_dir() else []
+        below = [path for path in below if _plain(path.name) == own or not _is_near(own, _plain(path.name))]
+        below.sort(key=lambda path: _plain(path.name) != own)
+        inside = [path / "raw" for path in below]  # as torchvision keeps MNIST
+        return [folder / self.name, folder, *below, *inside, *([folder.absolute().parent] if folder.is_dir() else [])]
 
     def missing(self, file: str, folder: Path) -> DataError:
-        """The error for a missing file, which says what to download."""
-        return DataError(f"{self.name}: no {file} in {folder}, expected {self.files}")
+        """The error for a missing file, which says what to download and what is there instead."""
+        return DataError(f"{self.name}: no {file} in {folder}, expected {self.files}; {contents(folder)}")
 
     def assemble(self, train: Sequence[Part], test: Part, origin: Path) -> DataSet:
         """Join the files, and say whether they are the published ones."""
@@ -185,6 +207,26 @@ class Published(InMemory):
             source=f"{origin}; {result}",
             verified=verified,
         )
+
+
+def _plain(name: str) -> str:
+    """A name in small letters and digits only."""
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _is_near(own: str, other: str) -> bool:
+    """Whether a folder's name is that of another data set with similar files, such as mnist for fashionmnist."""
+    return own in other or (bool(other) and other in own)
+
+
+def contents(folder: Path) -> str:
+    """What is in a folder, for an error about what is not."""
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder" if folder.exists() else "there is no such folder"
+    names = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    names = [name for name in names if not name.startswith(".")]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"there is {', '.join(names[:_SHOWN])}{more}" if names else "it is empty"
 
 
 def split_of(images: Array, labels: Array) -> Split:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harp.data.datasets.base import UNKNOWN, Encoded, Listing
+from harp.data.datasets.base import UNKNOWN, Encoded, Listing, contents
 from harp.data.datasets.image_folder import class_names, files_by_class, joined, read_words, whole_files
 from harp.data.datasets.index import Entry, indexed
 from harp.data.formats.bounded import File, read_file
@@ -40,10 +40,12 @@ class ImageNet(Encoded):
 
     def find(self, folder: Path, display: Quiet) -> Listing:
         """Find both parts in the first folder that has training images."""
-        places = (folder / self.name, folder / "ILSVRC2012", folder)
+        above = (folder.absolute().parent,) if folder.name in ("train", "val") else ()
+        places = (folder / self.name, folder / "ILSVRC2012", folder, *above)
         place = next((path for path in places if (path / "train").is_dir() or (path / _TRAIN).is_file()), None)
         if place is None:
-            raise DataError(f"{self.name}: no train or {_TRAIN} in {folder}, expected {self.files}")
+            what = f"no train or {_TRAIN} in {folder}"
+            raise DataError(f"{self.name}: {what}, expected {self.files}; {contents(folder)}")
         kit = _find_devkit(place)
         synsets, train = _train(place, display)
         test = self._val(place, synsets, kit, display)

@@ -1,7 +1,7 @@
 """Arrays in an .npz file: the user's, and the data sets that are shipped with the package."""
 
 import hashlib
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -9,29 +9,40 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from harp.data.dataset import DataSet, Split, check_range
+from harp.data.dataset import DataSet, Split, check_range, draw_test
 from harp.data.datasets.base import UNKNOWN, InMemory, split_of
-from harp.data.formats.bounded import Array, File, Integers, Payload
-from harp.data.formats.npz import read_npz
+from harp.data.formats.bounded import Array, Integers, Payload, read_file
+from harp.data.formats.npz import names_in_npz, read_npz
 from harp.errors import DataError
 
-_KEYS = ("x_train", "y_train", "x_test", "y_test")
+_KEYS = {"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}
+_PARTS = {"train": ("train", "training"), "test": ("test", "testing", "val", "valid", "validation")}
+_IMAGES = ("x", "images", "image", "imgs", "data")
+_LABELS = ("y", "labels", "label", "targets", "target")
 
 
 class Npz(InMemory):
-    """The arrays of the user."""
+    """The arrays of the user, by any of the usual names; without test images, these are drawn from all."""
 
     def read(self, folder: Path) -> DataSet:
         """Read the file itself, or data.npz in a folder."""
         path = folder / "data.npz" if folder.is_dir() else folder
-        train, test = _splits(path)
+        file = read_file(path, "an .npz file")
+        keys = _keys(file)
+        splits = {part: _split(file, part, *pair) for part, pair in keys.items()}
+        train, drawn = splits["train"], "test" not in keys
+        if drawn:
+            held = draw_test(train.labels, str(path))
+            splits["test"], train = train.select(held.nonzero().flatten()), train.select((~held).nonzero().flatten())
+        test = splits["test"]
         present = torch.unique(train.labels)
         count = len(present)
         if int(present[-1]) != count - 1:
             absent = int((present != torch.arange(count)).nonzero()[0])
             raise DataError(f"{path}: y_train has no label {absent}, expected every one from 0 to {int(present[-1])}")
         classes = tuple(str(label) for label in range(count))
-        return DataSet(self.name, train, test, classes, source=f"{path}; {UNKNOWN}")
+        source = f"{path}; test images drawn from all, {UNKNOWN}" if drawn else f"{path}; {UNKNOWN}"
+        return DataSet(self.name, train, test, classes, source=source, drawn=drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +59,37 @@ class Embedded(InMemory):
         data = (resources.files("harp.data") / "embedded" / f"{self.name}.npz").read_bytes()
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise DataError(f"embedded {self.name}.npz: another sha256 than released, expected an intact installation")
-        train, test = _splits(Payload(f"{self.name}.npz", data))
+        train, test = (_split(Payload(f"{self.name}.npz", data), part, *keys) for part, keys in _KEYS.items())
         source = f"{self.origin}; checksum agrees"
         return DataSet(self.name, train, test, self.classes, flip=self.flip, source=source, verified=True)
 
 
-def _splits(file: File) -> Iterator[Split]:
-    """The training and the test split in a file."""
-    name = file.name if isinstance(file, Payload) else str(file)
-    arrays = read_npz(file, _KEYS)
-    for part in ("train", "test"):
-        images = _images(f"{name}: x_{part} ", arrays[f"x_{part}"])
-        yield split_of(images, _labels(name, part, arrays[f"y_{part}"], len(images)))
+def _keys(file: Payload) -> dict[str, tuple[str, str]]:
+    """The names of the images and labels of each part; arrays of no part are training data."""
+    names = names_in_npz(file)
+    by_words = {frozenset(re.split(r"[_\-.]", name.lower())): name for name in names}
+
+    def pair(part: str) -> tuple[str, str] | None:
+        images, labels = (
+            next((by_words[key] for word in words if (key := frozenset({word, part} - {""})) in by_words), None)
+            for words in (_IMAGES, _LABELS)
+        )
+        return None if images is None or labels is None else (images, labels)
+
+    found = {part: next(filter(None, map(pair, words)), None) for part, words in _PARTS.items()}
+    train = found["train"] or (pair("") if found["test"] is None else None)
+    if train is None:
+        shown = ", ".join(names)[:200] or "none"
+        expected = "x_train, y_train, x_test and y_test, or x and y"
+        raise DataError(f"{file.name}: no images and labels to train on among {shown}, expected {expected}")
+    return {"train": train} if found["test"] is None else {"train": train, "test": found["test"]}
+
+
+def _split(file: Payload, part: str, images_key: str, labels_key: str) -> Split:
+    """A split of the arrays of these names."""
+    arrays = read_npz(file, (images_key, labels_key))
+    images = _images(f"{file.name}: {images_key} ", arrays[images_key])
+    return split_of(images, _labels(f"{file.name}: {labels_key}", part, arrays[labels_key], len(images)))
 
 
 def _images(where: str, images: Array) -> Array:
@@ -83,9 +113,8 @@ def _images(where: str, images: Array) -> Array:
     return np.ascontiguousarray(images, np.float32).clip(0, 1)
 
 
-def _labels(name: str, part: str, labels: Array, count: int) -> Integers:
+def _labels(where: str, part: str, labels: Array, count: int) -> Integers:
     """To int64 [N]; a column [N, 1] is accepted."""
-    where = f"{name}: y_{part}"
     if labels.size != count or labels.ndim not in (1, 2):
         raise DataError(f"{where} is {labels.shape}, expected one label for each of {count:,} images")
     flat = labels.reshape(-1)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
-from harp.data.datasets.base import UNKNOWN, Encoded, Listing
+from harp.data.datasets.base import UNKNOWN, Encoded, Listing, contents
 from harp.data.datasets.index import LARGEST_LABEL, Entry, indexed
 from harp.data.formats.bounded import Integers
 from harp.data.formats.tar import Member, TarIndex
@@ -33,7 +33,9 @@ class Shards(Encoded):
                 parts.setdefault(match[1], []).append(path)
         tests = next((parts[name] for name in ("test", "val", "validation") if name in parts), None)
         if "train" not in parts or tests is None:
-            raise DataError(f"{self.name}: no train-*.tar and test-*.tar in {folder}, expected {self.files}")
+            raise DataError(
+                f"{self.name}: no train-*.tar and test-*.tar in {folder}, expected {self.files}; {contents(folder)}"
+            )
         train = indexed(parts["train"], lambda: _scan(parts["train"], display))
         test = indexed(tests, lambda: _scan(tests, display))
         return Listing(train, test, _classes(folder, train.labels, test.labels), f"{folder}; {UNKNOWN}")

@@ -11,6 +11,16 @@ from harp.data.formats.bounded import DEFLATE_RATIO, LARGEST, Array, File, first
 from harp.errors import DataError
 
 
+def names_in_npz(file: File) -> tuple[str, ...]:
+    """The names of the arrays of an .npz file."""
+    name, data = read_file(file, "an .npz file")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return tuple(member.removesuffix(".npy") for member in archive.namelist())
+    except Exception as error:  # zipfile raises nearly anything on damaged bytes
+        raise DataError(f"{name}: damaged ({first_line(error)}), expected an .npz file of numpy") from error
+
+
 def read_npz(file: File, keys: Sequence[str]) -> dict[str, Array]:
     """Read the named arrays of numbers of an .npz file; pickled objects are refused."""
     name, data = read_file(file, "an .npz file")

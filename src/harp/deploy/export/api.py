@@ -57,7 +57,7 @@ def export(
         if shape is not None or classes is not None:
             raise RecipeError("`shape` and `classes` are for models: a run has its own")
         if isinstance(network, LoadedRun):
-            data = source.data_of(network.recipe, directory, Quiet(), needed=check)
+            data = source.data_of(network.finished, directory, Quiet(), needed=check)
             exported, home = source.of_run(network, data), network.folder
         else:
             exported = source.of_target(str(network), None, directory, None, Quiet(), needs_data=check)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harp import models
 from harp.attacks import Ball
 from harp.data.registry import DataSet
 from harp.errors import DataError, RecipeError
 from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
 from harp.experiments import build, recipe, run_folder
-from harp.experiments.run_folder import LoadedRun, network_of, size_of
+from harp.experiments.run_folder import Finished, LoadedRun, network_of, size_of
+from harp.models.normalize import constants as read_constants
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
 from harp.pruning.masks import Masks
@@ -89,13 +91,19 @@ class Source:
         """The manifest's entries about the network: architecture, budget, accuracy."""
         normalise = self.architecture.normalize
         return {
-            "architecture": {"name": self.architecture.name, "options": self.architecture.options},
+            "architecture": {"name": self._model_name(), "options": self.architecture.options},
             "input_shape": list(self.shape),
             "classes": list(self.classes),
             "normalisation": None if normalise is None else {"mean": list(normalise[0]), "std": list(normalise[1])},
             "budget": self._budget(),
             "accuracy": [] if self.run is None else [_accuracy(result) for result in self.run.finished.results],
         }
+
+    def _model_name(self) -> str:
+        """The model as it was named, without a place on somebody's disk."""
+        name = self.architecture.name if self.run is None else self.run.recipe.model.name
+        file = models.source_file(name)
+        return Path(name).name if file is not None and Path(file).expanduser().is_absolute() else name
 
     def _budget(self) -> dict[str, Any]:
         weights = {name: p for name, p in self.model.named_parameters() if p.ndim > 1}
@@ -113,30 +121,40 @@ def _accuracy(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_target(
-    target: str, data_name: str | None, data_dir: Path | None, weights: Path | None, display: Quiet, *, needs_data: bool
+    target: str,
+    data_name: str | None,
+    data_dir: Path | None,
+    weights: Path | None,
+    display: Quiet,
+    *,
+    needs_data: bool,
+    size: int | None = None,
+    normalize: str | None = None,
 ) -> Source:
     """The source that a command names: a run's folder, or a model and a data set as in `harp evaluate`."""
     if Path(target).is_dir():
-        if weights is not None or data_name is not None:
-            raise RecipeError("--weights and --data are for models: a run has its own")
+        if any(option is not None for option in (weights, data_name, size, normalize)):
+            raise RecipeError("--weights, --data, --size and --normalize are for models: a run has its own")
         run = run_folder.read(target)
-        run_data = data_of(run.recipe, data_dir, display, needed=needs_data)
+        run_data = data_of(run, data_dir, display, needed=needs_data)
         shape = run.shape if run_data is None else run_data.shape
         if shape is None:
             raise RecipeError(f"{target} does not say the shape of its images: add --data-dir with its data set")
         return of_run(network_of(run, shape), run_data)
-    loaded = build.load(target, data_name, data_dir, None if weights is None else str(weights))
+    given = None if weights is None else str(weights)
+    loaded = build.load(target, data_name, data_dir, given, size=size, normalize=normalize)
     if weights is None:
         display.note("no --weights: the network is exported as its code makes it")
     data, model = loaded.data, loaded.model.eval()
-    name, architecture = Path(target).name, recipe.Model(name=target)
+    constants = None if normalize is None else read_constants(normalize)
+    name, architecture = Path(target).name, recipe.Model(name=target, normalize=constants)
     return Source(name, architecture, model, data.shape, data.classes, loaded.threat, data)
 
 
-def data_of(run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *, needed: bool) -> DataSet | None:
+def data_of(run: Finished, data_dir: Path | None, display: Quiet, *, needed: bool) -> DataSet | None:
     """The run's data set; without it files are checked on noise only."""
     try:
-        return run_recipe.data.load(data_dir)
+        return run.load_data(data_dir)
     except DataError as error:
         if needed:
             raise
@@ -147,7 +165,7 @@ def data_of(run_recipe: recipe.Recipe, data_dir: Path | None, display: Quiet, *,
 def of_run(run: LoadedRun, data: DataSet | None) -> Source:
     """The source of a run, with its data set if that is available."""
     name, threat = run.folder.resolve().name, build.threat(run.recipe)
-    return Source(name, run.recipe.model, run.model, run.shape, run.classes, threat, data, run)
+    return Source(name, run.finished.places.model_of(run.recipe), run.model, run.shape, run.classes, threat, data, run)
 
 
 def of_module(model: nn.Module, shape: tuple[int, int, int], classes: Sequence[str] | None = None) -> Source:

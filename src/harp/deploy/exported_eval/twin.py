@@ -70,7 +70,7 @@ class Origin:
     def architecture(self, weights: str) -> Model:
         """The architecture of a checkpoint: the run's, else the one in the manifest."""
         if self.run is not None:
-            return self.run.recipe.model
+            return self.run.places.model_of(self.run.recipe)
         stated = self.manifest.get("architecture")
         if not isinstance(stated, dict) or not isinstance(stated.get("name"), str):
             advice = f"give --twin MODEL --weights {weights}"
@@ -168,7 +168,12 @@ def prepared(
     if name is None:
         why = "the manifest beside it does not list it" if origin.unlisted else "no manifest or run says it"
         raise RecipeError(f"no data set for {artefact.path.name}: {why}, add --data")
-    data = registry.load(name, data_dir) if recipe is None else recipe.data.load(data_dir, name=name)
+    home = named_run or (None if origin.run is None else origin.run.folder)
+    if home is None:
+        size = artefact.model.shape[1] if registry.find(name, data_dir).resizes else None
+        data = registry.load(name, data_dir, size)
+    else:
+        data = run_folder.load_data(home, data_dir, name)
     _check_data(artefact, data)
 
     def of_run(folder: Path) -> Twin:

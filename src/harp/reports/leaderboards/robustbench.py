@@ -117,7 +117,7 @@ def prepare(
         raise DataError(
             f"{run}: trained on {finished.data}, RobustBench has {', '.join(DATA)} for networks of this kind"
         )
-    part, module = finished.recipe.model, _module(name)
+    part, module = finished.places.model_of(finished.recipe), _module(name)
     architecture = ", ".join(
         [ARCHITECTURES.get(part.name, part.name.rpartition(":")[2]), *(f"{k} {v}" for k, v in part.options.items())]
     )
