@@ -1,3 +1,14 @@
 """Files, signals, random seeds, progress displays and the processes of a run."""
 
-__all__ = ["distributed", "files", "interrupt", "memory", "progress", "seeds", "states", "tensors"]
+__all__ = [
+    "distributed",
+    "files",
+    "interrupt",
+    "library_progress",
+    "memory",
+    "numbers",
+    "progress",
+    "seeds",
+    "states",
+    "tensors",
+]
