@@ -398,7 +398,7 @@ def test_a_witness_classifies_the_images_of_all_shards(
 def test_the_curve_over_epsilon_is_replayed(
     network: nn.Module, captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harp.deploy.exported_eval.evaluate.CURVE", (0.5, 4.0))
+    monkeypatch.setattr("harp.evaluation.results.CURVE", (0.5, 4.0))
     trial = evaluation_of(prepared(write_harp(tmp_path / "m.harp", captured, network)), examples=20)
     points = trial.curve(BALL)
     assert [point["epsilon"] for point in points] == [0.0, 0.05, 0.4]

@@ -14,8 +14,20 @@ from harp.attacks.fab import Fab
 from harp.attacks.fmn import Fmn
 from harp.attacks.pgd import CwInf, Fgsm, Pgd, ascend
 from harp.attacks.square import Square
-from harp.attacks.threat import NORMS, Attack, Ball, check_number, images_in_box, logits, margin, step_size
+from harp.attacks.threat import (
+    NORMS,
+    Attack,
+    Ball,
+    check_ball,
+    check_number,
+    images_in_box,
+    length,
+    logits,
+    margin,
+    step_size,
+)
 from harp.errors import RecipeError
+from harp.system.numbers import brief
 
 __all__ = [
     "ATTACKS",
@@ -33,11 +45,14 @@ __all__ = [
     "Fmn",
     "Pgd",
     "Square",
+    "as_attack",
     "ascend",
     "batched",
+    "check_ball",
     "check_number",
     "fast_forward",
     "images_in_box",
+    "length",
     "logits",
     "margin",
     "named",
@@ -69,3 +84,14 @@ def named(text: str, **fields: Any) -> Attack:
         return ATTACKS[match[1]](**numbers, **fields)
     except TypeError as error:
         raise RecipeError(f"the attack {text!r} does not take {', '.join({**numbers, **fields})}") from error
+
+
+def as_attack(attack: Attack | str) -> Attack:
+    """The attack itself, or the one with a short name such as `pgd-20`."""
+    if isinstance(attack, str):
+        return named(attack)
+    if isinstance(attack, type) or not callable(attack):
+        raise RecipeError(
+            f"attack {brief(attack)}: give an attack, like harp.Pgd(steps=20), or its name, like 'pgd-20'"
+        )
+    return attack

@@ -21,7 +21,7 @@ from harp.attacks.batched import Packing, Stepwise
 from harp.attacks.fab import Fab
 from harp.attacks.fast_forward import frozen
 from harp.attacks.square import Square
-from harp.attacks.threat import Ball, images_in_box, logits
+from harp.attacks.threat import check_ball, images_in_box, logits
 from harp.system.seeds import derive
 
 
@@ -48,7 +48,7 @@ class AutoAttack:
     name: ClassVar[str] = "autoattack"
 
     def __post_init__(self) -> None:
-        Ball(self.epsilon, self.norm)
+        check_ball(self)
 
     def parts(self, classes: int) -> Sequence[Stepwise]:
         """The attacks on a network with `classes` classes, in their order."""
@@ -64,7 +64,7 @@ class AutoAttack:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The best points found in the balls around `x`; the seed is drawn from torch's generator."""
         with torch.inference_mode(False), torch.no_grad():
-            x, y = images_in_box(x, y), y.clone()
+            x, y = images_in_box(x, y, model), y.clone()
             seed = int(torch.randint(2**62, (1,)))
             if self.epsilon == 0 or len(x) == 0:
                 return x

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks.fast_forward import frozen
-from harp.attacks.threat import Ball, check_number, images_in_box, logits
+from harp.attacks.threat import check_ball, check_number, images_in_box, logits
 from harp.models.modes import Logits
 from harp.system.seeds import derive
 
@@ -36,7 +36,7 @@ class Stepwise(ABC):
     fast: bool
 
     def __post_init__(self) -> None:
-        Ball(self.epsilon, self.norm)
+        check_ball(self)
         check_number("steps", self.steps, whole=True, least=1)
         check_number("restarts", self.restarts, whole=True, least=1)
 
@@ -72,7 +72,7 @@ class Stepwise(ABC):
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The best points found in the balls around `x`; the seed is drawn from torch's generator."""
         with torch.inference_mode(False), torch.no_grad():
-            x, y = images_in_box(x, y), y.clone()
+            x, y = images_in_box(x, y, model), y.clone()
             seed = int(torch.randint(2**62, (1,)))
             if self.epsilon == 0 or len(x) == 0:
                 return x

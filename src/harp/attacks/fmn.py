@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from harp.attacks.batched import Packing, State, Stepwise, wrong
 from harp.attacks.fast_forward import frozen
-from harp.attacks.threat import Ball, check_number, images_in_box, length_of, margin, per_image, slope
+from harp.attacks.threat import Ball, check_ball, check_number, images_in_box, length_of, margin, per_image, slope
 from harp.models.modes import Logits
 
 _GAMMA_END = 0.001
@@ -71,7 +71,10 @@ class Fmn(Stepwise):
     code: ClassVar[str] = "fmn"
 
     def __post_init__(self) -> None:
-        Ball(0 if self.epsilon == math.inf else self.epsilon, self.norm)
+        if self.epsilon == math.inf:
+            Ball(0, self.norm)
+        else:
+            check_ball(self)
         check_number("steps", self.steps, whole=True, least=1)
         check_number("alpha", self.alpha)
         check_number("gamma", self.gamma)
@@ -86,7 +89,7 @@ class Fmn(Stepwise):
         An image that is misclassified without an attack has distance zero.
         """
         with torch.inference_mode(False), torch.no_grad():
-            x, y = images_in_box(x, y), y.clone()
+            x, y = images_in_box(x, y, model), y.clone()
             if len(x) == 0:
                 return x.new_zeros(0)
             with frozen(model, x, fast=self.fast) as net:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks.fast_forward import frozen
-from harp.attacks.threat import Ball, check_number, images_in_box, logits, margin, slope, step_size
+from harp.attacks.threat import Ball, check_ball, check_number, images_in_box, logits, margin, slope, step_size
 from harp.errors import RecipeError
 from harp.models.modes import Logits
 
@@ -65,7 +65,7 @@ class Pgd:
     code: ClassVar[str] = "pgd"
 
     def __post_init__(self) -> None:
-        Ball(self.epsilon, self.norm)
+        check_ball(self)
         object.__setattr__(self, "step", step_size(self.step, self.epsilon))  # records of the attack need the number
         check_number("steps", self.steps, whole=True)
         check_number("restarts", self.restarts, whole=True, least=1)
@@ -84,7 +84,7 @@ class Pgd:
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Images with a high loss in the balls around `x`."""
         with torch.inference_mode(False), torch.no_grad():
-            x, y = images_in_box(x, y), y.clone()  # tensors made in inference mode have no gradients
+            x, y = images_in_box(x, y, model), y.clone()  # tensors made in inference mode have no gradients
             if self.epsilon == 0 or len(x) == 0:
                 return x
             with frozen(model, x, fast=self.fast) as net:
@@ -171,7 +171,7 @@ class Fgsm:
     name: ClassVar[str] = "fgsm"
 
     def __post_init__(self) -> None:
-        Ball(self.epsilon, self.norm)
+        check_ball(self)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Images with a high loss in the balls around `x`."""

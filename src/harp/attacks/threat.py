@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from harp.errors import DataError, ModelError, RecipeError
 from harp.models.modes import Logits
 from harp.system.distributed.shared_noise import normal, uniform
+from harp.system.numbers import brief, number
 
 NORMS = ("linf", "l2")
 
@@ -47,9 +48,7 @@ class Ball:
     norm: str = "linf"
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon)
-        if self.norm not in NORMS:
-            raise RecipeError(f"norm must be {' or '.join(NORMS)}, not {self.norm!r}")
+        check_ball(self)
 
     def random(self, x: Tensor) -> Tensor:
         """A uniformly random point in each ball, clipped to the box."""
@@ -123,10 +122,15 @@ def slope(net: Logits, points: Tensor, loss: Callable[[Tensor], Tensor]) -> tupl
     return answer.detach(), losses.detach().to(points.dtype), gradient
 
 
-def images_in_box(x: Tensor, y: Tensor) -> Tensor:
-    """Check a batch of images and labels, and return the images detached and exactly in [0, 1]."""
+def images_in_box(x: Tensor, y: Tensor, model: nn.Module | None = None) -> Tensor:
+    """Check a batch of images and labels, for a model, and return the images detached and exactly in [0, 1]."""
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise DataError(f"images and labels must be tensors, not {brief(x)} and {brief(y)}")
     if not x.is_floating_point():
         raise DataError(f"images must be floating point numbers in [0, 1], not {x.dtype}")
+    like = None if model is None else next((p for p in model.parameters() if p.is_floating_point()), None)
+    if x.dtype == torch.float64 and like is not None and like.dtype != x.dtype:
+        raise DataError(f"images are {x.dtype} and the weights of the model {like.dtype}: give images.to({like.dtype})")
     if y.shape != x.shape[:1] or y.is_floating_point():
         raise DataError(
             f"there must be one integer label for each of {len(x)} images, not {tuple(y.shape)} of {y.dtype}"
@@ -140,16 +144,37 @@ def images_in_box(x: Tensor, y: Tensor) -> Tensor:
     return x.detach().clamp(0, 1)
 
 
+def check_ball(attack: Any) -> None:
+    """Check the norm, the epsilon and the step of a frozen dataclass, and turn text such as `8/255` into numbers."""
+    norm = getattr(attack, "norm", "linf")
+    if norm not in NORMS:
+        raise RecipeError(f"norm must be {' or '.join(NORMS)}, not {brief(norm)}")
+    for name in ("epsilon", "step"):
+        value = getattr(attack, name, None)
+        if value is not None:
+            object.__setattr__(attack, name, length(name, value, norm))
+
+
+def length(name: str, value: float | str, norm: str = "linf") -> float:
+    """The length of a perturbation or a step, from a number or from text; grey levels are refused."""
+    try:
+        amount = number(value)
+    except RecipeError as error:
+        raise RecipeError(f"{name}: {error}") from error
+    check_number(name, amount)
+    if norm == "linf" and amount >= 1:
+        advice = f"did you mean {amount:.6g}/255?" if amount <= 255 else "give less than 1, such as 8/255"
+        raise RecipeError(f"{name} {amount:.6g}: images are in [0, 1]; {advice}")
+    return float(amount) if isinstance(value, str) else amount
+
+
 def step_size(step: float | None, epsilon: float) -> float:
     """The length of an attack's step: as given, or a quarter of epsilon."""
-    if step is None:
-        return epsilon / 4
-    check_number("step", step)
-    return step
+    return epsilon / 4 if step is None else step
 
 
 def check_number(name: str, value: object, *, whole: bool = False, least: int = 0) -> None:
     """Raise `RecipeError` unless a field is a finite number of at least `least` (a recipe may hold anything)."""
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not number or not least <= value < math.inf:  # type: ignore[operator]  # `number` says so
-        raise RecipeError(f"{name} must be a {'whole ' * whole}number of {least} or more, not {value!r}")
+        raise RecipeError(f"{name} must be a {'whole ' * whole}number of {least} or more, not {brief(value)}")

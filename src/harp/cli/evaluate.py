@@ -65,18 +65,18 @@ def evaluate(
     A deployed file is attacked as it is: what gradients find on its twin in torch is replayed on it, and Square, which
     needs answers only, asks it directly.
     """
-    from harp.attacks import Ball
+    from harp.attacks import Ball, length
     from harp.deploy import exported_eval
     from harp.errors import RecipeError
     from harp.evaluation.corruptions import find
     from harp.evaluation.results import Audit
-    from harp.experiments import build, presets
+    from harp.experiments import build
     from harp.reports import card
     from harp.system.distributed import fabric, peers
     from harp.system.interrupt import Stop
 
     names = attack or (_FULL if full else ["pgd-20"])
-    radius = None if epsilon is None else presets.read_number("epsilon", epsilon)
+    radius = None if epsilon is None else length("epsilon", epsilon, norm or "l2")  # the ball knows the norm
     stop = Stop(max_minutes, options.BEGAN)
     audit_of = partial(Audit, examples=examples, seed=seed, batch=batch, store=store, stop=stop)
 

@@ -38,9 +38,10 @@ def plan(
     The network, the budget and the strategy of a recipe, unless others are given: harp plan cifar10/vgg16 --keep 0.1%
     """
     from harp.errors import RecipeError
-    from harp.experiments import compose, presets
+    from harp.experiments import compose
     from harp.experiments.plan import Subject, spread, totals
     from harp.reports import tables
+    from harp.system import numbers
     from harp.system.progress import Terminal
 
     display = Terminal()
@@ -56,7 +57,7 @@ def plan(
         strategy = strategy or pruner.get("strategy") or pruner.get("initial_strategy")
     if keep is None:
         raise RecipeError(f"how much of {model} is to be kept? Say it like --keep 1%")
-    strategy, share = strategy or "uniform", presets.read_number("keep", str(keep))
+    strategy, share = strategy or "uniform", numbers.share(keep)
     limits |= {"budget": budget} if budget is not None else {}
     limits |= {"multiple": multiple} if multiple != 1 else {}
     with note_if_slow(display, "following the channels through the model" * channels):

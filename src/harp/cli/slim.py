@@ -39,7 +39,8 @@ def slim(
     """
     from harp.deploy.slim import by_magnitude, check_free, of_run, without_dead_channels
     from harp.errors import RecipeError
-    from harp.experiments import plan, presets
+    from harp.experiments import plan
+    from harp.system import numbers
     from harp.system.progress import Terminal
 
     check_free(out)
@@ -54,7 +55,7 @@ def slim(
         if keep is None:
             shrunk = without_dead_channels(model, images[:2])
         else:
-            share = presets.read_number("keep", keep)
+            share = numbers.share(keep)
             shrunk = by_magnitude(model, images[:2], share, budget=budget, multiple=multiple)
     shrunk.save(out)
     facts = {**shrunk.facts(), "folder": str(out)}

@@ -22,6 +22,7 @@ from harp.data.streaming.augment import Augment, ResizedCrop
 from harp.data.streaming.images import Streamed
 from harp.data.streaming.workers import Decoder, Job, Loader
 from harp.errors import DataError, RecipeError
+from harp.system.numbers import brief
 from harp.system.seeds import derive
 
 __all__ = ["Augment", "Batches", "ResizedCrop"]
@@ -72,6 +73,16 @@ class Batches:
 
     def __post_init__(self) -> None:
         batch, rank, world = self.batch, self.rank, self.world
+        split: object = self.split
+        if not isinstance(split, Split):
+            advice = "give one split of a data set, like data.train, or pass a DataLoader of yours to harp.fit itself"
+            raise DataError(f"batches of {brief(split)}: {advice}")
+        if not all(isinstance(value, int) for value in (batch, rank, world, self.workers)):
+            raise RecipeError(f"batch {brief(batch)}: give the number of images, like 64")
+        if not isinstance(self.augment, Augment | ResizedCrop | None):
+            raise RecipeError(
+                f"augment {brief(self.augment)}: give harp.Augment(flip=True), or None for no augmentation"
+            )
         if batch < 1 or world < 1 or batch % world:
             raise RecipeError(f"batch {batch} for {world} processes, expected a positive multiple of {world}")
         if not 0 <= rank < world:
@@ -82,6 +93,12 @@ class Batches:
             raise DataError(f"{len(self.split)} images for {world} processes, expected at least one each")
         if isinstance(self.augment, ResizedCrop) and not isinstance(self.split.images, Streamed):
             raise RecipeError("crops of the stored images need streamed images: these are in memory, at their size")
+
+    def __repr__(self) -> str:
+        return f"Batches({len(self)} batches of {self.batch} of {self.split!r})"
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        raise RecipeError("batches depend on the epoch: write `for x, y in batches(epoch)`")
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.split), self.batch)

@@ -41,6 +41,10 @@ class Split:
             actual = f"{self.labels.dtype} {tuple(self.labels.shape)}"
             raise DataError(f"labels are {actual}, expected int64 of shape ({len(self.images)},)")
 
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.images.shape[1:]))
+        return f"Split({len(self):,} images of {size}, {str(self.images.dtype).removeprefix('torch.')})"
+
     def __len__(self) -> int:
         return len(self.labels)
 
@@ -78,6 +82,13 @@ class DataSet:
             raise DataError(f"{self.name}: train and test images are {shapes}, expected one shape")
         for part, split in (("train", self.train), ("test", self.test)):
             _check_labels(split.labels, len(self.classes), f"{self.name}: {part} ")
+
+    def __repr__(self) -> str:
+        size, counts = (
+            "x".join(map(str, self.shape)),
+            f"{len(self.train):,} training and {len(self.test):,} test images",
+        )
+        return f"DataSet({self.name}: {counts} of {size}, {self.num_classes} classes)"
 
     @property
     def shape(self) -> tuple[int, int, int]:

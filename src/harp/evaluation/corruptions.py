@@ -101,7 +101,7 @@ def measure_all(
     for done, part in enumerate(corruptions.parts, start=1):
         split = part.load()
         split = split.select(subset(len(split), examples, seed))
-        score = accuracy(model, split.images, split.labels, batch=batch, seed=seed)
+        score = accuracy(model, split.images, split.labels, batch=batch, seed=seed, progress=lambda done, total: None)
         low, high = score.interval()
         key = {"corruption": part.kind, "severity": part.severity}
         rows.append({**key, "value": score.accuracy, "low": low, "high": high, "n": score.n})

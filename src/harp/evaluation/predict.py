@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from harp.attacks import logits
 from harp.errors import DataError
 from harp.models.modes import evaluating
+from harp.system.numbers import brief
 
 
 def example_of(model: nn.Module, images: Tensor) -> Tensor:
@@ -15,6 +16,10 @@ def example_of(model: nn.Module, images: Tensor) -> Tensor:
 
 def classes_of(model: nn.Module, images: Tensor, labels: Tensor, num_classes: int | None = None) -> int:
     """The number of classes, after a check that the model, the images and the labels fit together."""
+    pair: tuple[object, object] = images, labels
+    if not all(isinstance(part, Tensor) for part in pair):
+        given = " and ".join(map(brief, pair))
+        raise DataError(f"images and labels are {given}: give two tensors, like data.test.images and data.test.labels")
     if len(images) == 0:
         raise DataError("there are no images to evaluate on")
     if labels.shape != images.shape[:1] or labels.is_floating_point():

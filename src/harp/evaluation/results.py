@@ -152,7 +152,7 @@ class Audit:
 
     def curve(self, ball: Ball) -> dict[str, Any]:
         """Accuracy over the radius of the ball; each radius has an attack of its own."""
-        attacks = [Apgd(scale * ball.epsilon, ball.norm, steps=50) for scale in CURVE]
+        attacks = attacks_of_curve(ball)
         results = [(0.0, self.natural())]
         for attack in attacks:
             result = self._accuracy("radius", f"{attack.name}-{attack.epsilon:.4g}", attack, 0)
@@ -338,6 +338,12 @@ class Audit:
             batches.append(answer(model, as_input(self.test.images[start : start + self.batch], like)).double().cpu())
             self._count(done + start + len(batches[-1]), 2 * len(self.test), "agreement")
         return torch.cat(batches)
+
+
+def attacks_of_curve(ball: Ball) -> list[Apgd]:
+    """The attacks of a security curve around the ball that a network was trained for."""
+    radii = [scale * ball.epsilon for scale in CURVE]
+    return [Apgd(radius, ball.norm, steps=50) for radius in radii if ball.norm != "linf" or radius < 1]
 
 
 def _bits(right: Tensor) -> str:

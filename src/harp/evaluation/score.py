@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import harp
-from harp.attacks import Attack, check_number
+from harp.attacks import Attack, as_attack, check_number
 from harp.evaluation.confidence import wilson
 from harp.evaluation.predict import classes_of
 from harp.evaluation.runner import BATCH, AttackRun
 from harp.system.distributed.peers import Alone
+from harp.system.library_progress import of_this_call
+from harp.system.progress import Quiet
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def accuracy(
     images: Tensor,
     labels: Tensor,
     *,
-    attack: Attack | None = None,
+    attack: Attack | str | None = None,
     batch: int = BATCH,
     seed: int = 0,
     num_classes: int | None = None,
@@ -124,27 +126,35 @@ def accuracy(
         model: maps images in [0, 1] to logits.
         images: floating point in [0, 1], or bytes.
         labels: one integer for each image.
-        attack: such as `harp.Pgd()`; None: the images as they are.
+        attack: such as `harp.Pgd()`, or its name, such as "pgd-20"; None: the images as they are.
         batch: the number of images in a batch.
         seed: of the attack.
         num_classes: by default the number of logits.
-        progress: called with the number of images done and the number of all images.
+        progress: called with the number of images done and the number of all images; None: what takes more than two
+            seconds shows its progress on a terminal and in a notebook.
         peers: the processes that share the work.
 
     Example:
         score = harp.accuracy(model, images, labels, attack=harp.Pgd(steps=20))
         print(score.accuracy, score.interval())
     """
+    attack = None if attack is None else as_attack(attack)
     classes = classes_of(model, images, labels, num_classes)
 
+    alone = peers is None or peers.rank == 0
+    display = of_this_call() if progress is None and alone else Quiet()
+
     def show(done: float, total: int, text: str) -> None:
+        display.count(done, total, text)
         if progress is not None:
             progress(int(done), total)
 
     assault = AttackRun(
         model, images, labels, attack, classes=classes, batch=batch, seed=seed, progress=show, peers=peers
     )
-    return score(assault.run().right, labels, attack, classes=classes, batch=batch, seed=seed)
+    with display.counting("accuracy", len(images)):
+        right = assault.run().right
+    return score(right, labels, attack, classes=classes, batch=batch, seed=seed)
 
 
 def score(right: Tensor, labels: Tensor, attack: Attack | None, *, classes: int, batch: int, seed: int) -> Score:

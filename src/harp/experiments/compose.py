@@ -22,11 +22,12 @@ from typing import Any
 
 from harp.errors import RecipeError
 from harp.experiments import stages as pipeline
-from harp.experiments.recipe import Axes, Recipe, as_axes, number, parse, read, read_file, unknown
+from harp.experiments.recipe import Axes, Recipe, as_axes, parse, read, read_file, unknown
 from harp.pruning.allocation import STRATEGIES
 from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
 from harp.pruning.units import BUDGETS
+from harp.system.numbers import share
 from harp.training import objectives
 from harp.training.objectives import OBJECTIVES
 
@@ -251,17 +252,6 @@ def inherited(name: str, base: Mapping[str, Any]) -> dict[str, Any]:
     ours, theirs = (inspect.signature(PRUNERS[method]).parameters for method in (name, base["name"]))
     shared = [key for key in theirs if key in ours and ours[key].default == theirs[key].default]
     return {key: value for key, value in base.items() if key in shared and key != "keep"}
-
-
-def share(value: Any) -> float:
-    """A budget as a share of the whole, from text or a number."""
-    try:
-        kept = number(value)
-    except ValueError as error:
-        raise RecipeError(f"keep: {error}") from error
-    if isinstance(kept, bool) or not isinstance(kept, (int, float)) or not 0 < kept <= 1:
-        raise RecipeError(f"keep {value!r}: give a share above 0 and at most 1 (= 100%)")
-    return float(kept)
 
 
 # Objectives

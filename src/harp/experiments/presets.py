@@ -2,11 +2,10 @@
 
 from typing import Any
 
+from harp.attacks import length
 from harp.data.datasets.base import Preset
 from harp.data.registry import DATASETS
-from harp.errors import RecipeError
 from harp.experiments import compose
-from harp.experiments.recipe import number
 from harp.experiments.stages import ONE_STEP, Parts, protocol_of
 from harp.models.normalize import constants
 from harp.pruning.methods import PRUNERS
@@ -56,7 +55,7 @@ def recipe(
     evaluation: dict[str, Any] = {"attacks": ["pgd-20"]}
     (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
     if objective != "natural" and objective not in ONE_STEP:
-        training["step"] = preset.step if epsilon is None else read_number("epsilon", epsilon) / 4
+        training["step"] = preset.step if epsilon is None else length("epsilon", epsilon) / 4
     parts = Parts([] if weights is not None else [pretrain], prune, finetune)
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
@@ -74,11 +73,3 @@ def recipe(
         "stages": protocol_of(protocol).stages(parts, {"name": name, **options, "keep": keep}, training),
         "evaluate": evaluation,
     }
-
-
-def read_number(what: str, text: str) -> float:
-    """The number of an option, written as in a recipe."""
-    try:
-        return float(number(text))
-    except ValueError as error:
-        raise RecipeError(f"{what}: {error}") from error

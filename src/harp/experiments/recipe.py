@@ -13,7 +13,6 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from decimal import Decimal
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +44,7 @@ from harp.pruning.methods import PRUNERS
 from harp.pruning.schedules import SCHEDULES
 from harp.pruning.units import BUDGETS
 from harp.system.nearest import unknown as unknown
+from harp.system.numbers import number, share
 from harp.system.progress import Quiet
 from harp.training.objectives import OBJECTIVES
 
@@ -53,18 +53,6 @@ FORMAT = 2  # part of every hash: raise it if the same recipe gives another resu
 _NUMERAL = re.compile(r"[\d.]+(%|/[\d.]+|e[+-]?\d+)", re.IGNORECASE)  # numbers that are text to YAML
 _Table = Mapping[str, Callable[..., Any]]
 _SUPPLIED = ("units", "masks", "seed", "num_classes", "in_channels", "shape")  # arguments of the run, not options
-
-
-def number(value: Any) -> Any:
-    """Read `8/255`, `1e-4` and `1%` as numbers; other values are left to the type check."""
-    if not isinstance(value, (str, bool)):
-        return value
-    text = str(value).strip()
-    above, slash, below = (text[:-1], "%", "100") if text.endswith("%") else text.partition("/")
-    try:
-        return float(Decimal(above) / Decimal(below if slash else 1))  # decimal: 0.7% is exactly 0.007
-    except ArithmeticError as error:
-        raise ValueError(f"{value!r} is no number: write it like 0.01, 1%, 8/255 or 1e-4") from error
 
 
 def _numeral(value: Any) -> Any:
@@ -91,7 +79,12 @@ _Untyped = Annotated[Any, BeforeValidator(_numeral)]
 Strategy = Annotated[str | dict[str, Number], BeforeValidator(_strategy)]
 
 # Types of arguments that are narrower than their annotations: an error now is better than one of the pruner later.
-_BY_NAME = {"keep": Share, "initial_rate": Share, "strategy": Strategy, "initial_strategy": Strategy}
+_BY_NAME = {
+    "keep": Annotated[float, BeforeValidator(share)],
+    "initial_rate": Share,
+    "strategy": Strategy,
+    "initial_strategy": Strategy,
+}
 _BY_TYPE: dict[Any, Any] = {
     float: Number,
     float | None: Number | None,

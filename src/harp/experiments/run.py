@@ -356,7 +356,9 @@ class Run:
 
     def _held_accuracy(self, attack: Attack | None) -> float:
         images, labels, seed = self.held.images, self.held.labels, self.recipe.seed
-        score = evaluate.accuracy(self.model, images, labels, attack=attack, seed=seed, peers=self.peers)
+        score = evaluate.accuracy(
+            self.model, images, labels, attack=attack, seed=seed, peers=self.peers, progress=lambda done, total: None
+        )
         return score.balanced_accuracy if self.data.balanced else score.accuracy
 
     def evaluate(self, folder: Path, *measured: Path) -> list[dict[str, Any]]:

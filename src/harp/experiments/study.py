@@ -16,10 +16,11 @@ from pydantic import ValidationError
 
 from harp.errors import RecipeError
 from harp.experiments import compose
-from harp.experiments.compose import Choice, inherited, share
+from harp.experiments.compose import Choice, inherited
 from harp.experiments.recipe import Evaluation, Recipe, Stage, read, read_file, unknown
 from harp.experiments.recipe import parse as parse_recipe
 from harp.experiments.stages import PROTOCOLS
+from harp.system.numbers import share
 
 SHIPPED = Path(__file__).parent / "studies"
 DENSE, SMALL = "dense", "dense-small"  # the network before pruning; a dense network of the size of a pruned one

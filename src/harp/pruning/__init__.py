@@ -3,6 +3,7 @@
 __all__ = [
     "allocation",
     "channels",
+    "holding",
     "macs",
     "masks",
     "methods",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import CheckpointError, ModelError
+from harp.system.numbers import brief
 from harp.system.tensors import load_tensors, save_tensors
 
 Masks = dict[str, Tensor]
@@ -82,10 +83,17 @@ def apply(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 def check_shapes(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
     """Refuse masks that are not of this model's parameters."""
+    check_mapping(masks)
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             raise ModelError(f"no weight of shape {tuple(mask.shape)} called {name!r}: masks of another model?")
+
+
+def check_mapping(masks: object) -> None:
+    """Refuse what is no dict of masks."""
+    if not isinstance(masks, Mapping):
+        raise ModelError(f"masks {brief(masks)}: give a dict by parameter, like `pruner.masks()` or `fitted.masks`")
 
 
 def save(path: str | Path, masks: Mapping[str, Tensor]) -> None:
@@ -98,6 +106,7 @@ def save(path: str | Path, masks: Mapping[str, Tensor]) -> None:
     Example:
         harp.save_masks(folder / "masks.safetensors", harp.Magnitude(units, keep=0.1).masks())
     """
+    check_mapping(masks)
     packed = {name: torch.from_numpy(np.packbits(mask.cpu().numpy().reshape(-1))) for name, mask in masks.items()}
     shapes = {name: ",".join(map(str, mask.shape)) for name, mask in masks.items()}
     save_tensors(path, packed, shapes)

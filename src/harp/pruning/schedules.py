@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from harp.errors import RecipeError
+from harp.system.numbers import brief
 
 Shape = Callable[[float], float]
 
@@ -72,6 +73,22 @@ SCHEDULES: dict[str, Callable[..., Shape]] = {
     "steps": steps,
     "sawtooth": sawtooth,
 }
+
+
+def as_schedule(schedule: Shape | str) -> Shape:
+    """The schedule itself, or the one with a name such as `cosine`."""
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise RecipeError(f"schedule {schedule!r}: one of {', '.join(SCHEDULES)}, or a function of progress")
+        return SCHEDULES[schedule]()
+    advice = "give a function from progress (0 to 1) to the factor of the learning rate, like harp.schedules.cosine"
+    try:
+        first: Any = schedule(0.0)
+    except TypeError as error:
+        raise RecipeError(f"schedule {brief(schedule)}: {advice} or harp.schedules.steps([0.5])") from error
+    if isinstance(first, bool) or not isinstance(first, (int, float)):
+        raise RecipeError(f"schedule {brief(schedule)} gives {brief(first)}: {advice}")
+    return schedule
 
 
 def from_recipe(part: Mapping[str, Any]) -> Shape:

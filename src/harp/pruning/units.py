@@ -19,6 +19,7 @@ from harp.pruning import masks as mask_ops
 from harp.pruning.macs import positions
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, classify, limits, matches
+from harp.system.numbers import brief, share
 
 BUDGETS = {"weights": "weights", "macs": "MACs"}
 """What a budget of single weights may count, and how that is written."""
@@ -60,7 +61,7 @@ class Units(Protocol):
         """Images of the kind to come, to follow the model's channels, if some are known."""
         ...
 
-    def total(self, keep: float) -> int:
+    def total(self, keep: float | str) -> int:
         """The integer budget of a keep rate."""
         ...
 
@@ -143,6 +144,8 @@ class Weights:
         budget: str = "weights",
         example: Tensor | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"model {brief(model)}: give an nn.Module, such as harp.build_model(...) makes")
         self.model, self.example = model, example
         self.left_out: dict[str, str] = {}
         self.names = [name for name, reason in classify(model, include) if self._prunable(name, reason, ignore)]
@@ -183,12 +186,17 @@ class Weights:
             )
         return [known[name] for name in self.names]
 
+    def __repr__(self) -> str:
+        """What there is to prune, in a line."""
+        cost = "" if self.noun == self.kind else f", {self.size:,} {self.noun}"
+        return f"Weights({sum(self.sizes):,} weights in {len(self.names)} layers of {type(self.model).__name__}{cost})"
+
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters, looked up afresh: a model may be moved or reloaded in between."""
         return [self.model.get_parameter(name) for name in self.names]
 
-    def total(self, keep: float) -> int:
+    def total(self, keep: float | str) -> int:
         """The integer budget: `keep` times what the whole network costs, rounded, checked against the limits."""
         return checked_total(self, keep)
 
@@ -230,10 +238,9 @@ class Weights:
         return dict(zip(self.names, masks, strict=True))
 
 
-def checked_total(units: Units, keep: float) -> int:
+def checked_total(units: Units, keep: float | str) -> int:
     """`keep` times what the whole network costs, rounded; refused where the layers' limits can't be kept within it."""
-    if not 0 < keep <= 1:
-        raise BudgetError(f"keep {keep:.6g}: give a share above 0 and at most 1 (= 100%)")
+    keep = share(keep)
     total = math.floor(keep * units.size + 0.5)
     least, most = units.spend(units.lower), units.spend(units.upper)
     if not least <= total <= most:

@@ -1,5 +1,6 @@
 """The interface of an objective, which is what a training minimises. The objectives are in `objectives.py`."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from harp.errors import ModelError
 from harp.models.modes import Logits
 from harp.pruning.methods import Loss
 from harp.pruning.papers import Paper
+from harp.system.numbers import brief
 
 
 class Objective(ABC):
@@ -94,7 +96,16 @@ def as_objective(loss: Objective | Loss) -> Objective:
     """The objective itself, or a function as an objective."""
     if isinstance(loss, Objective):
         return loss
+    if isinstance(loss, type) or not callable(loss):
+        raise ModelError(f"objective {brief(loss)}: give one, like harp.PgdTraining(), or a function of yours")
     hooks = [name for name in ("begin", "replays", "start_epoch", "after_backward", "noise") if hasattr(loss, name)]
     if hooks:  # they would be ignored
         raise ModelError(f"{type(loss).__name__} has {hooks[0]!r}, so it must be derived from harp.Objective")
+    try:
+        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None, None, None, forward=None)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"objective {brief(loss)} can't be called as (model, x, y, forward=None) -> loss: that is what a training "
+            "minimises, like harp.PgdTraining()"
+        ) from error
     return PlainObjective(loss)

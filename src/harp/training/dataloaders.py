@@ -43,7 +43,7 @@ class _Loader:
         try:
             return len(self.loader)  # type: ignore[arg-type]  # some iterables have no length
         except TypeError as error:
-            raise RecipeError("batches have no length: pass a DataLoader, or `harp.data.batches.Batches`") from error
+            raise RecipeError("batches have no length: pass a DataLoader, or harp.Batches") from error
 
     def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         order = derive(self.seed, "order", epoch)

@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harp.attacks import Pgd, check_number
+from harp.attacks import Pgd, check_ball, check_number
 from harp.models.modes import Logits
 from harp.pruning.papers import Paper
 from harp.training.base import AttackingObjective, Objective
@@ -60,8 +60,7 @@ class FreeTraining(Objective):
     fresh: bool = False
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon)
-        check_number("step", self.epsilon if self.step is None else self.step)
+        check_ball(self)
         check_number("replays", self.replays, whole=True, least=1)
 
     def judge(self) -> Pgd:

@@ -14,16 +14,31 @@ from torch.optim import SGD, Optimizer
 from harp.attacks import images_in_box
 from harp.errors import CheckpointError, DataError, ModelError, RecipeError
 from harp.models.modes import Logits, evaluating
-from harp.pruning.methods import Loss, Plan, Pruner
-from harp.pruning.schedules import cosine
+from harp.pruning.methods import Loss, Plan, Pruner, Takeover, check_optimizer
+from harp.pruning.schedules import as_schedule, cosine
 from harp.system.distributed import collectives
 from harp.system.distributed.fabric import launch
 from harp.system.distributed.shared_noise import shared
 from harp.system.distributed.sync_batchnorm import Synchronised, share_buffers, synchronising
 from harp.system.files import reason
+from harp.system.library_progress import of_this_call
+from harp.system.numbers import per_cent
+from harp.system.progress import Quiet
 from harp.system.seeds import derive
 from harp.training import divergence
-from harp.training.base import Objective, PlainObjective, as_objective
+from harp.training.arguments import (
+    as_images,
+    called,
+    check_batches,
+    check_count,
+    check_length,
+    check_pruner,
+    check_rates,
+    check_trained,
+    check_validation,
+    metrics_of,
+)
+from harp.training.base import AttackingObjective, Objective, PlainObjective, as_objective
 from harp.training.dataloaders import EpochBatches, by_epoch
 from harp.training.divergence import Guard
 
@@ -73,6 +88,16 @@ class Fitted:
     seconds: float = 0.0
     met: bool = True
 
+    def __repr__(self) -> str:
+        kept, all_of = (sum(values) for values in zip(*self._counts(), strict=True)) if self.masks else (0, 0)
+        share = f" ({per_cent(kept / all_of)})" if all_of else ""
+        epochs = "1 epoch" if len(self.history) == 1 else f"{len(self.history)} epochs"
+        epochs += f", best epoch {self.epoch}" if len(self.history) > 1 else ""
+        return f"Fitted(kept {kept:,} of {all_of:,}{share}, {epochs}{'' if self.met else ', budget not met'})"
+
+    def _counts(self) -> list[tuple[int, int]]:
+        return [(int(mask.count_nonzero()), mask.numel()) for mask in self.masks.values()]
+
 
 def fit(
     model: nn.Module,
@@ -84,8 +109,8 @@ def fit(
     lr: float = 0.1,
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
-    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
-    schedule: Callable[[float], float] = cosine,
+    optimizer: Callable[[list[dict[str, Any]]], Optimizer] | Optimizer | None = None,
+    schedule: Callable[[float], float] | str = cosine,
     accumulate: int = 1,
     seed: int = 0,
     validate: Callable[[], Mapping[str, float]] | None = None,
@@ -106,8 +131,10 @@ def fit(
         pruner: decides the weights: a method such as `harp.Harp(units, keep=0.01)`, `harp.Dense` or `harp.Fixed`.
         epochs: the number of passes over all batches.
         lr, momentum, weight_decay: of the default optimiser; a method gets them in its `harp.Plan`.
-        optimizer: makes the optimiser from parameter groups; default SGD with `lr`, `momentum`, `weight_decay`.
-        schedule: the factor of the learning rate as a function of progress from 0 to 1.
+        optimizer: a function that makes the optimiser from parameter groups, or an optimiser of the model, whose
+            settings are used and which is given back as it was; default SGD with `lr`, `momentum`, `weight_decay`.
+        schedule: the factor of the learning rate as a function of progress from 0 to 1, or the name of one, such as
+            "constant".
         accumulate: the number of parts that each batch is split into, to save memory.
         seed: every step's randomness derives from (seed, epoch, step, rank), a DataLoader's order from (seed, epoch).
         validate: called at the end of each epoch with the final weights in the model, in every process; the processes
@@ -116,7 +143,8 @@ def fit(
             epoch.
         sync_norms: with several processes, let batch norms use the statistics of the images of all processes.
         fabric: a launched `lightning_fabric.Fabric`; default one process on the best device.
-        on_step, on_epoch: called with a record of numbers after each step and each epoch.
+        on_step, on_epoch: called with a record of numbers after each step and each epoch. Without `on_step`, a
+            training of more than two seconds shows its progress on a terminal and in a notebook.
         keeper: saves the state and resumes from it, such as `harp.training.checkpointing.Keeper`.
 
     Example:
@@ -125,20 +153,41 @@ def fit(
         fitted = harp.fit(model, batches, harp.PgdTraining(steps=1), pruner, epochs=1, lr=0.1)
         harp.fit(model, batches, harp.PgdTraining(steps=1), harp.Fixed(units, fitted.masks), epochs=1, lr=0.01)
     """
-    if epochs < 0 or accumulate < 1:
-        raise RecipeError(f"epochs {epochs}, accumulate {accumulate}: give at least 0 and 1")
+    check_pruner(pruner, model)
+    check_length(epochs, accumulate)
+    check_rates(lr, momentum, weight_decay)
+    check_validation(validate, select)
+    check_batches(batches)
+    task, shape = as_objective(objective).begin(), as_schedule(schedule)
+    if isinstance(optimizer, Optimizer):
+        check_optimizer(optimizer, pruner.units.model)
+        own = optimizer.param_groups[0]
+        lr, momentum = own["lr"], own.get("momentum", momentum)
+        weight_decay = own.get("weight_decay", weight_decay)
     fabric = launch() if fabric is None else fabric
     source = by_epoch(batches, fabric, seed)
+    check_count(len(source), epochs)
     pruner.to(fabric.device)
     model.to(fabric.device)
-    groups = pruner.trainable()
-    make = optimizer or (lambda gs: SGD(gs, lr=lr, momentum=momentum, weight_decay=weight_decay))
-    task = as_objective(objective).begin()
-    plan = Plan(epochs, max(1, len(source)) * task.replays, lr, momentum, weight_decay, schedule)
-    training = _Training(fabric, model, pruner, task, source, make(groups), plan, accumulate, seed, sync_norms)
-    with torch.random.fork_rng(_cuda_devices(fabric)):
-        training.run(validate, select, on_step, on_epoch, keeper)
-    return training.close()
+    plan = Plan(epochs, max(1, len(source)) * task.replays, lr, momentum, weight_decay, shape)
+    taken: Takeover | None = None
+    try:
+        groups = pruner.trainable()
+        check_trained(groups)
+        if isinstance(optimizer, Optimizer):
+            taken, made = Takeover(optimizer, groups, pruner.units.model), optimizer
+        elif optimizer is None:
+            made = SGD(groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        else:
+            made = called(optimizer)(groups)
+        training = _Training(fabric, model, pruner, task, source, made, plan, accumulate, seed, sync_norms)
+        with torch.random.fork_rng(_cuda_devices(fabric)):
+            training.run(validate, select, on_step, on_epoch, keeper)
+        return training.close()
+    finally:
+        pruner.release()  # also of a training that was stopped: the model can be trained again
+        if taken is not None:
+            taken.give_back(scheduled=False)
 
 
 class _Training:
@@ -190,17 +239,34 @@ class _Training:
     ) -> None:
         """Run all epochs, from the keeper's state if there is one."""
         self.begin(keeper)
+        # Who is called after every step shows the progress, or doesn't.
+        display = of_this_call() if on_step is None and self.fabric.is_global_zero else Quiet()
+        with display.training(type(self.pruner).__name__, self.plan.epochs, len(self.batches), self.epoch):
+            self.run_epochs(display, validate, select, on_step, on_epoch, keeper)
+
+    def run_epochs(
+        self,
+        display: Quiet,
+        validate: Callable[[], Mapping[str, float]] | None,
+        select: str | None,
+        on_step: Callable[[Record], None] | None,
+        on_epoch: Callable[[Record], None] | None,
+        keeper: Keeper | None,
+    ) -> None:
+        """Run the epochs that are left."""
         while self.epoch < self.plan.epochs:
             self.forward.train()
             if self.step == 0:
                 self.objective.start_epoch()
             for x, y in self.batches(self.epoch, self.step):
                 loss = self.train_step(x, y)
+                display.step({"epoch": self.epoch, "step": self.step, "loss": loss})
                 if on_step:
                     on_step({"epoch": self.epoch, "step": self.step, "loss": loss, **self.pruner.metrics()})
                 if keeper is not None and keeper.due(self.step == len(self.batches)):
                     keeper.save(self.state())
             record = self.end_epoch(validate, select)
+            display.epoch(record)
             if on_epoch:  # before the state is saved: if the process ends here, the epoch is logged twice, not never
                 on_epoch(record)
             if keeper is not None:
@@ -227,6 +293,8 @@ class _Training:
     def train_step(self, x: Tensor, y: Tensor) -> float:
         """Train on a batch, with one update for each replay of the objective; return the last loss."""
         x, y = self.fabric.to_device((x, y))
+        if isinstance(self.objective, AttackingObjective):
+            x, y = as_images(x, y, self.model)
         if self.step == 0 and self.epoch == 0:
             self.check(x, y)
         if self.pruner.example is None:
@@ -299,7 +367,7 @@ class _Training:
         if validate is not None:
             torch.manual_seed(derive(self.seed, "validate", self.epoch))
             with self.pruner.exact():
-                record |= self.fabric.broadcast(dict(validate()))
+                record |= self.fabric.broadcast(metrics_of(validate()))
                 self.keep_if_best(record, select)
         self.pruner.observe(record)
         self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0

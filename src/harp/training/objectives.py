@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harp.attacks import Ball, Pgd, ascend, check_number, images_in_box, logits, step_size
+from harp.attacks import Ball, Pgd, ascend, check_ball, check_number, images_in_box, logits, step_size
 from harp.attacks.fast_forward import frozen
 from harp.models.modes import Logits
 from harp.pruning.papers import Paper
@@ -56,7 +56,8 @@ class AdversarialObjective(AttackingObjective):
     fast: bool = True
 
     def __post_init__(self) -> None:
-        Pgd(self.epsilon, self.step, self.steps, norm=self.norm)
+        check_ball(self)
+        check_number("steps", self.steps, whole=True)
 
     def __call__(self, model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
         """Attack a batch and compute its loss."""
@@ -148,10 +149,9 @@ class FastTraining(PgdTraining):
     steps: int = 1
 
     def __post_init__(self) -> None:
-        check_number("epsilon", self.epsilon)
+        super().__post_init__()
         if self.step is None:
             object.__setattr__(self, "step", 1.25 * self.epsilon)
-        super().__post_init__()
 
     def judge(self) -> Pgd:
         """The attack that held-out images are validated with: PGD with its default steps."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harp.attacks import Apgd, Ball, Square
+from harp.attacks import Ball, Square
 from harp.deploy.exported_eval import checks
 from harp.deploy.exported_eval.twin import Setup
 from harp.errors import ModelError
@@ -24,7 +24,7 @@ from harp.evaluation.accuracy import Subject
 from harp.evaluation.corruptions import Corruptions
 from harp.evaluation.model_checks import Finding
 from harp.evaluation.predict import as_input
-from harp.evaluation.results import CURVE, Audit
+from harp.evaluation.results import Audit, attacks_of_curve
 from harp.system import files
 
 KIND = "deployed"
@@ -72,8 +72,7 @@ class FileEvaluation:
         """Accuracy over epsilon: the twin is attacked at each epsilon, and the images are replayed."""
         natural = self.natural()
         points = [{"epsilon": 0.0, "torch": _point(natural["torch"]), "deployed": _point(natural["deployed"])}]
-        for scale in CURVE:
-            attack = Apgd(scale * ball.epsilon, ball.norm, steps=50)
+        for attack in attacks_of_curve(ball):
             result = self._need_twin().under(f"{attack.name}-{attack.epsilon:.4g}", attack)
             values = {"torch": _point(result), "deployed": _point(self._replayed(result))}
             points.append({"epsilon": attack.epsilon, **values})

@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from harp.errors import RecipeError
 from harp.experiments import recipe as recipes
 from harp.experiments import stages, study
-from harp.experiments.compose import Choice, share
+from harp.experiments.compose import Choice
 from harp.experiments.recipe import Recipe
 from harp.experiments.study import DENSE, SMALL, Study
+from harp.system.numbers import share
 
 SHIPPED = Path(__file__).parent / "claims"
 SOURCES = {

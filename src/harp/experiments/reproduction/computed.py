@@ -22,13 +22,13 @@ Value = list[float] | list[str] | float
 def layer_counts(model: str, strategy: str, keep: str) -> Value:
     """The weights that a strategy keeps in each layer of an untrained network; not for strategies that read weights."""
     units = Weights(_model(model))
-    return [float(count) for count in STRATEGIES[strategy](units, units.total(compose.share(keep)))]
+    return [float(count) for count in STRATEGIES[strategy](units, units.total(keep))]
 
 
 def total_kept(model: str, keep: str) -> Value:
     """The exact budget of a network."""
     units = Weights(_model(model))
-    return float(units.total(compose.share(keep)))
+    return float(units.total(keep))
 
 
 def size(model: str) -> Value:

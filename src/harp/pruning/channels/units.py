@@ -24,6 +24,7 @@ from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, limits, matches
 from harp.pruning.units import checked_total
+from harp.system.numbers import brief
 
 logger = logging.getLogger("harp")
 _Floats = npt.NDArray[np.float64]
@@ -67,6 +68,8 @@ class Channels:
         multiple: int = 1,
         whole_ends: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(example, Tensor):
+            raise ModelError(f"channels of {brief(model)} on {brief(example)}: give an nn.Module and a batch of images")
         if isinstance(budget, str) and budget not in (*TARIFFS, "latency"):
             raise RecipeError(f"budget {budget!r} of channels: one of {', '.join(TARIFFS)}, latency")
         if multiple < 1:
@@ -119,12 +122,17 @@ class Channels:
             self.whole.append(Whole(space.readers, len(space.atoms), reason))
         return bool(reason)
 
+    def __repr__(self) -> str:
+        """What there is to prune, in a line."""
+        counts = f"{sum(self.sizes):,} channels in {len(self.names)} groups of {type(self.model).__name__}"
+        return f"Channels({counts}, {self.size:,} {self.noun})"
+
     @property
     def weights(self) -> list[nn.Parameter]:
         """The weights that read the spaces, looked up afresh."""
         return [self.model.get_parameter(name) for name in self.masked]
 
-    def total(self, keep: float) -> int:
+    def total(self, keep: float | str) -> int:
         """The integer budget: `keep` times what the whole network costs, rounded, checked against the limits."""
         return checked_total(self, keep)
 

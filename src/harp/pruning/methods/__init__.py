@@ -24,6 +24,7 @@ from harp.pruning.methods.mad import Mad
 from harp.pruning.methods.magnitude import Erk, GlobalMagnitude, Lamp, Magnitude
 from harp.pruning.methods.random_masks import Random
 from harp.pruning.methods.table import Methods
+from harp.pruning.methods.takeover import Takeover, check_optimizer
 from harp.pruning.methods.tandem import Tandem
 from harp.pruning.methods.twinrep import TwinRep
 
@@ -80,7 +81,9 @@ __all__ = [
     "Plan",
     "Pruner",
     "Random",
+    "Takeover",
     "Tandem",
     "TwinRep",
+    "check_optimizer",
     "largest",
 ]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Layout, Phase, Plan, Pruner, check_option, largest
+from harp.pruning.methods.base import Layout, Phase, Plan, Pruner, as_units, check_option, largest
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -43,8 +43,8 @@ class Admm(Pruner):
     """R-ADMM: pull the weights towards sparse ones while all of them train, and cut at the end.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many units each layer keeps.
         rho: how hard the pull is at first.
         rho_growth: the factor of `rho` at every update; 1: it stays.
@@ -75,8 +75,8 @@ class Admm(Pruner):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] = "uniform",
         rho: float = 1e-3,
         rho_growth: float = 1.3,
@@ -86,6 +86,7 @@ class Admm(Pruner):
         check_option(1 <= rho_growth < math.inf, "rho_growth", rho_growth, "give a factor of at least 1 (= rho stays)")
         valid = period is None or period >= 1
         check_option(valid, "period", period, "give at least 1 epoch, or none for a tenth of the training")
+        units = as_units(units)
         super().__init__(units, units.total(keep))
         self.counts = allocate(strategy, units, self.total)
         self.rho, self.rho_growth, self.period = rho, rho_growth, period

@@ -47,7 +47,7 @@ from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
 from harp.pruning.allocation import uniform
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner, check_option
+from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner, as_units, check_option
 from harp.pruning.methods.beta_bernoulli import Gate
 from harp.pruning.papers import Criterion, Locality, Paper, Structure, Taxonomy
 from harp.pruning.units import Units
@@ -91,8 +91,8 @@ class AnpVs(Pruner):
 
     def __init__(
         self,
-        units: Units,
-        keep: float | None = None,
+        units: Units | nn.Module,
+        keep: float | str | None = None,
         beta: float = 2.0,
         vulnerability: float = 1e-4,
         temperature: float = 0.1,
@@ -106,6 +106,7 @@ class AnpVs(Pruner):
         check_option(0 <= threshold < 1, "threshold", threshold, "give a number from 0 to below 1, such as 0.001")
         valid = mask_lr is None or 0 < mask_lr < math.inf
         check_option(valid, "mask_lr", mask_lr, "give a positive number, or none for the weights' rate")
+        units = as_units(units)
         super().__init__(units, 0)
         self._budget = None if keep is None else units.total(keep)
         self.beta, self.vulnerability, self.threshold = beta, vulnerability, threshold
@@ -139,6 +140,10 @@ class AnpVs(Pruner):
         """The modules that use a layer's weight: several if it is tied."""
         weight = self.units.weights[layer]
         return [m for m in self.units.model.modules() if any(p is weight for p in m.parameters(recurse=False))]
+
+    def __repr__(self) -> str:
+        """The method and its budget, if it has one, in a line."""
+        return super().__repr__() if self._budget is not None else "AnpVs(keeps what its masks leave)"
 
     def layers(self) -> Iterator[tuple[int, Gate]]:
         """The gated layers by number."""

@@ -18,9 +18,12 @@ from torch.optim import Optimizer
 from harp.errors import ModelError, RecipeError
 from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
+from harp.pruning.holding import hold, lift
 from harp.pruning.masks import Masks, at_random, top_k
+from harp.pruning.methods.takeover import Takeover, check_optimizer
 from harp.pruning.papers import Paper, Taxonomy
-from harp.pruning.units import Units, exact
+from harp.pruning.units import Units, Weights, exact
+from harp.system.numbers import brief, per_cent
 from harp.system.seeds import derive
 
 ParameterGroup = dict[str, Any]
@@ -109,7 +112,7 @@ class Pruner(nn.Module):
     also takes a `seed`, which a recipe supplies.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
         total: the integer budget: what `units.total(keep)` gives.
         seed: of the random numbers.
 
@@ -144,8 +147,9 @@ class Pruner(nn.Module):
             if name not in vars(cls):
                 setattr(cls, name, None)
 
-    def __init__(self, units: Units, total: int, seed: int = 0) -> None:
+    def __init__(self, units: Units | nn.Module, total: int, seed: int = 0) -> None:
         super().__init__()
+        units = as_units(units)
         if self.granular and not (units.kind == "weights" and exact(units)):
             raise RecipeError(
                 f"{type(self).__name__} prunes single weights under a budget of weights: it has no form for "
@@ -156,6 +160,8 @@ class Pruner(nn.Module):
         self.example = units.example  # a batch of images; `fit` supplies one if there is none
         self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
+        self._taken: Takeover | None = None  # the optimiser of somebody's own loop
+        self._result: Masks | None = None  # of `finish`
         self._flags: dict[str, bool] = {}
         units.model.zero_grad()  # those of an earlier training would be added to the first of this one
 
@@ -164,8 +170,9 @@ class Pruner(nn.Module):
         return objective
 
     def bind(self, optimizer: Optimizer) -> None:
-        """Take the optimiser of the training."""
-        self._optimizer = optimizer
+        """Take the optimiser of the training, in which masks of an earlier one no longer hold."""
+        self._optimizer, self._result = optimizer, None
+        lift(self.units.model)
 
     def trainable(self) -> list[ParameterGroup]:
         """The parameter groups of the optimiser; sets `requires_grad` accordingly."""
@@ -212,13 +219,26 @@ class Pruner(nn.Module):
                     weight.copy_(value)
 
     def finish(self) -> Masks:
-        """Leave the final weights in the model, restore `requires_grad` of its parameters, and return the masks."""
-        masks = self.masks()
-        self.write(masks)
+        """Leave the final weights in the model, and return the masks, which hold until `harp.lift_masks`.
+
+        `requires_grad` of the model's parameters is as it was before, and an attached optimiser trains them again: the
+        weights inside the masks, from where they are now. Another call only returns the masks.
+        """
+        if self._result is None:
+            self._result = self.masks()
+            self.write(self._result)
+            self.release()
+            hold(self.units.model, self._result)
+        return self._result
+
+    def release(self) -> None:
+        """Give back what a training took: `requires_grad` of the model's parameters, and an attached optimiser."""
         for name, flag in self._flags.items():
             self.units.model.get_parameter(name).requires_grad_(flag)
         self._flags = {}
-        return masks
+        if self._taken is not None:
+            self._taken.give_back(scheduled=True)
+            self._taken = None
 
     def write(self, masks: Masks) -> None:
         """Put the weights under these masks into the model."""
@@ -231,19 +251,34 @@ class Pruner(nn.Module):
     def attach(self, optimizer: Optimizer) -> Self:
         """Prune in any training loop: the optimiser then steps what this pruner learns, which updates the weights.
 
-        Call `after_epoch()` at the end of each epoch and `finish()` at the end.
+        Call `after_epoch()` at the end of each epoch and `finish()` at the end. After that the optimiser trains the
+        weights that are left.
+        """
+        self.take_over(optimizer).around_steps(self.after_backward, self.after_step)
+        return self
+
+    def take_over(self, optimizer: Optimizer, plan: Plan | None = None) -> Takeover:
+        """Give the optimiser what this pruner learns, and start.
+
+        The caller calls `after_backward` and `after_step` around each step; `attach` does that by itself.
         """
         if self.wrap(_unknown_loss) is not _unknown_loss:
             raise ModelError(f"{type(self).__name__} changes the loss, which your own loop does not know: use harp.fit")
-        optimizer.param_groups.clear()
-        optimizer.state.clear()
-        for group in self.trainable():
-            optimizer.add_param_group(group)
+        if self._taken is not None:
+            raise RecipeError("this pruner is attached already: call its finish() before you attach it again")
+        check_optimizer(optimizer, self.units.model)
+        self.to(self.units.weights[0].device)  # the model may have been moved since the pruner was made
+        self._taken = Takeover(optimizer, self.trainable(), self.units.model)
         self.bind(optimizer)
-        self.start()
-        optimizer.register_step_pre_hook(lambda *_: self.after_backward())
-        optimizer.register_step_post_hook(lambda *_: self.after_step())
-        return self
+        self.start(plan)
+        return self._taken
+
+    def __repr__(self) -> str:
+        """The method and its budget in a line."""
+        size = self.units.size
+        return (
+            f"{type(self).__name__}(keeps {self.total:,} of {size:,} {self.units.noun}, {per_cent(self.total / size)})"
+        )
 
     def get_extra_state(self) -> dict[str, Any]:
         """The attributes that `state_dict` holds beside tensors."""
@@ -329,13 +364,14 @@ class Dense(Pruner):
     """Train all weights, prune none.
 
     Arguments:
-        units: any; nothing of them is pruned.
+        units: any, or a model; nothing of them is pruned.
 
     Example:
         harp.fit(model, batches, harp.Natural(), harp.Dense(harp.Weights(model)), epochs=1)
     """
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: Units | nn.Module) -> None:
+        units = as_units(units)
         super().__init__(units, units.size)
 
 
@@ -343,7 +379,7 @@ class Fixed(Pruner):
     """Train under masks that stay: fine-tuning. Weights outside the masks are zero after every step.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
         masks: by parameter: those of a pruner, or from `harp.load_masks`.
         seed: of the random numbers.
 
@@ -352,7 +388,8 @@ class Fixed(Pruner):
         harp.fit(model, batches, harp.Natural(), harp.Fixed(units, masks), epochs=1, lr=0.01)
     """
 
-    def __init__(self, units: Units, masks: Mapping[str, Tensor], seed: int = 0) -> None:
+    def __init__(self, units: Units | nn.Module, masks: Mapping[str, Tensor], seed: int = 0) -> None:
+        units = as_units(units)
         super().__init__(units, _spent(units, masks), seed)
         named = zip(units.masked, units.weights, strict=True)
         self.add_buffers("mask", [masks[name].to(weight.device, torch.bool) for name, weight in named])
@@ -388,7 +425,7 @@ class Dynamic(Fixed):
     """Train sparse from the first step under changing masks: the base of dynamic sparse training.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
         masks: the first masks, by parameter.
         seed: of the random numbers.
 
@@ -426,8 +463,8 @@ class Latent(Pruner, ABC):
     were frozen before; biases and weights are frozen.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
 
     Example:
         class Scores(harp.Latent):
@@ -452,7 +489,8 @@ class Latent(Pruner, ABC):
 
     dense: nn.ParameterList
 
-    def __init__(self, units: Units, keep: float) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str) -> None:
+        units = as_units(units)
         super().__init__(units, units.total(keep))
         self.dense = nn.ParameterList(nn.Parameter(w.detach().clone(), requires_grad=False) for w in units.weights)
 
@@ -498,6 +536,15 @@ class Latent(Pruner, ABC):
             weight.copy_(torch.where(mask, dense, 0.0))
 
 
+def as_units(units: Units | nn.Module) -> Units:
+    """The units themselves, or the weights of a model."""
+    if isinstance(units, nn.Module) and not isinstance(units, Pruner):
+        return Weights(units)
+    if isinstance(units, Pruner) or not hasattr(units, "total"):
+        raise RecipeError(f"units {brief(units)}: give a model, harp.Weights(model) or harp.Channels(model, images)")
+    return units
+
+
 def check_option(valid: bool, name: str, value: float | None, advice: str) -> None:
     """Refuse the value of an option by one line that says what would be right."""
     if not valid:
@@ -523,6 +570,7 @@ def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None
 
 def _spent(units: Units, masks: Mapping[str, Tensor]) -> int:
     """The cost of given masks, after a check that they fit the units."""
+    mask_ops.check_mapping(masks)
     for name, weight in zip(units.masked, units.weights, strict=True):
         if name not in masks or masks[name].shape != weight.shape:
             raise ModelError(f"no mask of shape {tuple(weight.shape)} for {name!r}: masks of another model?")

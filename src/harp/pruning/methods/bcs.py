@@ -41,10 +41,11 @@ from torch.optim import Optimizer
 from harp.errors import BudgetError
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks, top_k
-from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, check_option, random_masks
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, as_units, check_option, random_masks
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.rounding import best
 from harp.pruning.units import Units
+from harp.system.numbers import share
 
 PAPER_RATE = 0.1  # the learning rate while the optimiser is not known
 
@@ -61,7 +62,7 @@ class BcsP(Pruner):
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: BCS-P + LAMP: the counts to start from and to draw replacements by; None: the authors' start and n_l.
         noise: the standard deviation of the noise on active connections, times the learning rate.
         decay: the share of θ that is lost in every step, scaled by the learning rate's schedule only.
@@ -90,8 +91,8 @@ class BcsP(Pruner):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] | None = None,
         noise: float = 1e-6,
         decay: float = 5e-4,
@@ -101,6 +102,7 @@ class BcsP(Pruner):
         check_option(0 <= noise < math.inf, "noise", noise, "give a small positive number, like 1e-6, or 0 for none")
         check_option(0 <= decay < 1, "decay", decay, "give a share from 0 to below 1, like 5e-4")
         check_option(0 < new < math.inf, "new", new, "give a small positive number, like 1e-12")
+        units, keep = as_units(units), share(keep)
         super().__init__(units, _total(units, keep), seed)
         self.noise, self.decay, self.new = noise, decay, new
         self.first_rate = PAPER_RATE

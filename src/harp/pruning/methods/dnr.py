@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
 from harp.pruning.masks import top_k
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, check_option, random_masks
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, as_units, check_option, random_masks
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.schedules import cosine
 from harp.pruning.units import Units
@@ -51,7 +51,7 @@ class Dnr(Dynamic):
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many weights each layer has at first.
         prune_rate: the share of each layer's weights that the first rewirings move; it falls to 0 over the training.
         clean_weight: the share of the clean images' cross entropy in the loss.
@@ -80,8 +80,8 @@ class Dnr(Dynamic):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] = "uniform",
         prune_rate: float = 0.5,
         clean_weight: float = 0.5,
@@ -91,6 +91,7 @@ class Dnr(Dynamic):
         check_option(0 <= prune_rate < 1, "prune_rate", prune_rate, "give a share from 0 (= masks stay) to below 1")
         check_option(0 <= clean_weight <= 1, "clean_weight", clean_weight, "give a share from 0 to 1")
         check_option(0 <= pull < math.inf, "pull", pull, "give a small positive number, like 0.0001, or 0 for none")
+        units = as_units(units)
         counts = allocate(strategy, units, units.total(keep))
         super().__init__(units, random_masks(units, counts, seed), seed)
         self.prune_rate, self.clean_weight, self.pull = prune_rate, clean_weight, pull

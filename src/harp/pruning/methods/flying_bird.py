@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
 from harp.pruning.masks import Masks, at_random, kept
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, check_option, random_masks
+from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, as_units, check_option, random_masks
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -48,7 +48,7 @@ class FlyingBird(Dynamic):
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many weights each layer keeps.
         death_rate: the share of a layer's weights that the first move drops; it falls along half a cosine.
         interval: optimiser steps between moves, a third more in the second half; None: 900 of 70 400, scaled.
@@ -75,8 +75,8 @@ class FlyingBird(Dynamic):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] = "igq",
         death_rate: float = 0.5,
         interval: int | None = None,
@@ -85,6 +85,7 @@ class FlyingBird(Dynamic):
         check_option(0 <= death_rate < 1, "death_rate", death_rate, "give a share from 0 (= masks stay) to below 1")
         valid = interval is None or interval >= 1
         check_option(valid, "interval", interval, "give at least 1 step, or none to scale the paper's")
+        units = as_units(units)
         counts = allocate(strategy, units, units.total(keep))
         super().__init__(units, random_masks(units, counts, seed), seed)
         self.counts = counts
@@ -147,7 +148,7 @@ class FlyingBirdPlus(FlyingBird):
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy, death_rate, interval: as for `FlyingBird`.
         prune_ratio: how much more a move drops, relative to what it drops anyway.
         growth_ratio: how much more a move regrows, relative to what it drops.
@@ -166,8 +167,8 @@ class FlyingBirdPlus(FlyingBird):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] = "igq",
         death_rate: float = 0.5,
         interval: int | None = None,
@@ -187,7 +188,7 @@ class FlyingBirdPlus(FlyingBird):
         self.gaps: list[float] = []
         self.validated: list[float] = []
         # The training images of this epoch: those classified correctly, and all.
-        self.register_buffer("answers", torch.zeros(2, dtype=torch.int64, device=units.weights[0].device))
+        self.register_buffer("answers", torch.zeros(2, dtype=torch.int64, device=self.units.weights[0].device))
 
     def wrap(self, objective: Loss) -> Loss:
         """The objective; the correct answers of its last forward pass, on the attacked images, are counted."""

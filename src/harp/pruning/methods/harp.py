@@ -45,11 +45,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harp.errors import ModelError, RecipeError
+from harp.errors import Diverged, ModelError, RecipeError
 from harp.pruning.allocation import allocate
 from harp.pruning.connectivity import Paths, prefer
 from harp.pruning.masks import Masks, top_k
-from harp.pruning.methods.base import ParameterGroup, Plan, check_option
+from harp.pruning.methods.base import ParameterGroup, Plan, as_units, check_option
 from harp.pruning.methods.hydra import Hydra
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.rounding import nearest
@@ -68,8 +68,8 @@ class Harp(Hydra):
     """Learn scores and rates together.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         initial_strategy: the strategy of the first rates; None: `blend`, or `uniform` as published.
         published: exactly as in the paper, see the top of this file.
         start: the first budget relative to the target; at most the whole network.
@@ -100,8 +100,8 @@ class Harp(Hydra):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         initial_strategy: str | Mapping[str, float] | None = None,
         published: bool = False,
         start: float = 8.0,
@@ -120,6 +120,7 @@ class Harp(Hydra):
         for name, value in {"initial_rate": initial_rate, "gamma_step": gamma_step, **own}.items():
             if value is not None and not published:
                 raise RecipeError(f"{name} {value:.6g} is part of HARP as published: add published=true, or omit it")
+        units = as_units(units)
         super().__init__(units, keep, sharpness=sharpness)
         first_rate, self.step = self.total / units.size, 0.0
         if published:
@@ -184,7 +185,10 @@ class Harp(Hydra):
         strengths = self.strengths()
         if self._follows_paths:
             strengths = [prefer(s, on_path) for s, on_path in zip(strengths, self.layer_buffers("open"), strict=True)]
-        counts = self.units.counts(self.rates().tolist())
+        rates = self.rates()
+        if not rates.isfinite().all():
+            raise Diverged("the rates of the layers are no longer finite numbers: try a smaller learning rate")
+        counts = self.units.counts(rates.tolist())
         self.kept = [top_k(strength, count) for strength, count in zip(strengths, counts, strict=True)]
         return self.units.expand(self.kept)
 
@@ -319,8 +323,8 @@ class HarpRates(Harp):
     """HARP-r, the paper's ablation: rates only. Scores stay in the order of the weights' magnitudes.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         initial_strategy, published, start, reach, initial_rate, gamma_step: as for `Harp`.
         quota_lr, quota_momentum, quota_weight_decay: as for `Harp`.
         sharpness: must be 0, as no scores are learned.
@@ -344,8 +348,8 @@ class HarpScores(Hydra):
     The authors' released code never sets its quotas in this mode and so runs at a density of 0.73.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         sharpness: the radius of S2AP; 0 is without it.
 
     Example:
@@ -357,5 +361,5 @@ class HarpScores(Hydra):
     taxonomy = Taxonomy(Criterion.SCORE, Locality.LOCAL)
     same_as = "hydra"
 
-    def __init__(self, units: Units, keep: float, sharpness: float = 0.0) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str, sharpness: float = 0.0) -> None:
         super().__init__(units, keep, sharpness=sharpness)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Latent, Loss, ParameterGroup, check_option, largest
+from harp.pruning.methods.base import Latent, Loss, ParameterGroup, as_units, check_option, largest
 from harp.pruning.methods.s2ap import sharpness_aware
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.units import Units
@@ -34,8 +34,8 @@ class Hydra(Latent):
     """Learn scores; the rates are a strategy's (the paper's: uniform).
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
         sharpness: the radius of S2AP; 0 is HYDRA as published.
 
@@ -56,8 +56,13 @@ class Hydra(Latent):
     scores: nn.ParameterList
 
     def __init__(
-        self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform", sharpness: float = 0.0
+        self,
+        units: Units | nn.Module,
+        keep: float | str,
+        strategy: str | Mapping[str, float] = "uniform",
+        sharpness: float = 0.0,
     ) -> None:
+        units = as_units(units)
         super().__init__(units, keep)
         self.counts = allocate(strategy, units, self.total)
         self.scores = nn.ParameterList(nn.Parameter(score) for score in initial_scores(units))

@@ -42,10 +42,11 @@ from harp.models.modes import Logits, evaluating
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks, top_k
 from harp.pruning.methods._kfac import fisher_products
-from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner, check_option
+from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner, as_units, check_option
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.rounding import best, flat
 from harp.pruning.units import Units
+from harp.system.numbers import share
 
 logger = logging.getLogger("harp")
 
@@ -57,7 +58,7 @@ class Mad(Pruner):
 
     Arguments:
         units: what may be pruned: `harp.Weights` under a budget of weights.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many weights each layer keeps; None: all layers compete, the last linear one keeps its share.
         mask_steps, mask_lr: the optimisation of a batch's soft masks.
         batches: how many batches to measure; None: all.
@@ -94,8 +95,8 @@ class Mad(Pruner):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] | None = None,
         mask_steps: int = 20,
         mask_lr: float = 0.1,
@@ -104,11 +105,12 @@ class Mad(Pruner):
         check_option(mask_steps >= 1, "mask_steps", mask_steps, "give at least 1")
         check_option(0 < mask_lr < math.inf, "mask_lr", mask_lr, "give a number above 0")
         check_option(batches is None or batches >= 1, "batches", batches, "give at least 1, or none for all")
+        units = as_units(units)
         super().__init__(units, units.total(keep))
         self.mask_steps, self.mask_lr, self.batches = mask_steps, mask_lr, batches
         self.head = _last_linear(units)
         if strategy is None:
-            self.lower, self.upper = _limits(units, self.total, keep, self.head)
+            self.lower, self.upper = _limits(units, self.total, share(keep), self.head)
         else:
             self.lower = self.upper = allocate(strategy, units, self.total)
         # Parameters, so that the loop averages a batch's measurement, stored as their gradient, over the ranks.

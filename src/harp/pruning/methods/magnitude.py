@@ -15,8 +15,10 @@ a trained network is pruned once at their rates, as in HARP's comparison.
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from harp.pruning.allocation import READS_WEIGHTS, allocate
-from harp.pruning.methods.base import Fixed, largest
+from harp.pruning.methods.base import Fixed, as_units, largest
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -25,8 +27,8 @@ class Magnitude(Fixed):
     """LWM: prune by magnitude once, at a strategy's rates; the masks stay in further training.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
 
     Example:
@@ -38,7 +40,10 @@ class Magnitude(Fixed):
     taxonomy = Taxonomy(Criterion.MAGNITUDE)
     passes = 0
 
-    def __init__(self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform") -> None:
+    def __init__(
+        self, units: Units | nn.Module, keep: float | str, strategy: str | Mapping[str, float] = "uniform"
+    ) -> None:
+        units = as_units(units)
         total = units.total(keep)
         counts = allocate(strategy, units, total)
         order = 2 if strategy in READS_WEIGHTS else 1
@@ -50,8 +55,8 @@ class GlobalMagnitude(Magnitude):
     """Keep the largest units of the whole network.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
 
     Example:
         masks = harp.GlobalMagnitude(harp.Weights(model), keep=0.1).masks()
@@ -60,7 +65,7 @@ class GlobalMagnitude(Magnitude):
     title = "the largest weights of the whole network"
     taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
 
-    def __init__(self, units: Units, keep: float) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str) -> None:
         super().__init__(units, keep, "global")
 
 
@@ -68,8 +73,8 @@ class Erk(Magnitude):
     """Prune by magnitude at ERK's rates.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
 
     Example:
         masks = harp.Erk(harp.Weights(model), keep=0.1).masks()
@@ -85,7 +90,7 @@ class Erk(Magnitude):
     )
     taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.LOCAL)
 
-    def __init__(self, units: Units, keep: float) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str) -> None:
         super().__init__(units, keep, "erk")
 
 
@@ -93,8 +98,8 @@ class Lamp(Magnitude):
     """LAMP: keep the units that matter most relative to those of their layer that are at least as large.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
 
     Example:
         masks = harp.Lamp(harp.Weights(model), keep=0.1).masks()
@@ -110,5 +115,5 @@ class Lamp(Magnitude):
     )
     taxonomy = Taxonomy(Criterion.MAGNITUDE, Locality.GLOBAL)
 
-    def __init__(self, units: Units, keep: float) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str) -> None:
         super().__init__(units, keep, "lamp")

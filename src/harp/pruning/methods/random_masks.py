@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 
+from torch import nn
+
 from harp.pruning.allocation import allocate
-from harp.pruning.methods.base import Fixed, random_masks
+from harp.pruning.methods.base import Fixed, as_units, random_masks
 from harp.pruning.papers import Criterion, Taxonomy
 from harp.pruning.units import Units
 
@@ -12,8 +14,8 @@ class Random(Fixed):
     """Keep random units, at a strategy's rates; the masks stay in further training.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: how many units each layer keeps: a name such as "uniform" or "lamp", or rates by layer.
         seed: of the random numbers.
 
@@ -26,8 +28,13 @@ class Random(Fixed):
     passes = 0
 
     def __init__(
-        self, units: Units, keep: float, strategy: str | Mapping[str, float] = "uniform", seed: int = 0
+        self,
+        units: Units | nn.Module,
+        keep: float | str,
+        strategy: str | Mapping[str, float] = "uniform",
+        seed: int = 0,
     ) -> None:
+        units = as_units(units)
         total = units.total(keep)
         super().__init__(units, random_masks(units, allocate(strategy, units, total), seed), seed)
         self.total = total  # the masks may cost a little less

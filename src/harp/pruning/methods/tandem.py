@@ -23,20 +23,21 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harp.pruning.methods.base import ParameterGroup, check_option
 from harp.pruning.methods.harp import Harp
 from harp.pruning.papers import Criterion, Taxonomy
 from harp.pruning.units import Units
+from harp.system import numbers
 
 
 class Tandem(Harp):
     """Learn weights, scores and rates together; every layer's scores move at one pace. Our own.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         strategy: the strategy of the first rates.
         pace: how far a step of learning rate 1 moves a layer's scores, relative to their norm.
         share: the weights' gradients relative to those of ordinary training; 0 freezes them, as HYDRA does. Default:
@@ -55,8 +56,8 @@ class Tandem(Harp):
 
     def __init__(
         self,
-        units: Units,
-        keep: float,
+        units: Units | nn.Module,
+        keep: float | str,
         strategy: str | Mapping[str, float] = "blend",
         pace: float = 0.02,
         share: float | None = None,
@@ -65,7 +66,7 @@ class Tandem(Harp):
         sharpness: float = 0.0,
     ) -> None:
         if share is None:
-            share = math.sqrt(min(1.0, 10 * keep))
+            share = math.sqrt(min(1.0, 10 * numbers.share(keep)))
         check_option(0 < pace < math.inf, "pace", pace, "give a positive number, like 0.02")
         check_option(0 <= share < math.inf, "share", share, "give a positive number, like 0.1, or 0 for frozen weights")
         super().__init__(units, keep, strategy, start=start, reach=reach, sharpness=sharpness)

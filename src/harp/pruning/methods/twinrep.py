@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, check_option, largest
+from harp.pruning.methods.base import Layout, ParameterGroup, Phase, Plan, Pruner, as_units, check_option, largest
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.rounding import flat, highest
 from harp.pruning.units import Units
@@ -36,8 +36,8 @@ class TwinRep(Pruner):
     """TwinRep: train a product of two factors from random weights, cut it once by global magnitude.
 
     Arguments:
-        units: what may be pruned: `harp.Weights` or `harp.Channels`.
-        keep: the share of the budget's unit that is kept, above 0 and at most 1.
+        units: what may be pruned: `harp.Weights`, `harp.Channels`, or a model for its weights.
+        keep: the share of the budget's unit that is kept, such as 0.01 or "1%".
         cut: the share of the training after which weights are cut.
         seed: of the random numbers.
 
@@ -60,8 +60,9 @@ class TwinRep(Pruner):
     left: nn.ParameterList
     right: nn.ParameterList
 
-    def __init__(self, units: Units, keep: float, cut: float = 0.1, seed: int = 0) -> None:
+    def __init__(self, units: Units | nn.Module, keep: float | str, cut: float = 0.1, seed: int = 0) -> None:
         check_option(0 <= cut < 1, "cut", cut, "give a share of the training from 0 to below 1")
+        units = as_units(units)
         super().__init__(units, units.total(keep), seed)
         self.cut, self.step, self.is_cut = cut, 0, False
         self._length = PAPER_STEPS
