@@ -78,7 +78,7 @@ def execute(
     from harp.errors import MissingExtra
     from harp.experiments import run_folder
     from harp.experiments.run import Run
-    from harp.reports import card, plots, tables
+    from harp.reports import card, names, plots, tables
     from harp.system.distributed.fabric import launch
     from harp.system.interrupt import Stop
 
@@ -106,9 +106,8 @@ def execute(
     headline = tables.headline(summary)
     picture = outcome.folder / "layers.png"
     try:
-        for suffix in (".png", ".svg"):
-            file = picture.with_suffix(suffix)
-            plots.draw(file, f"{recipe.name}: {headline}", layers, prepared.histories(), kind)
+        shown = "\n".join([names.run(recipe), headline, *summary["warnings"]])
+        plots.draw(outcome.folder, shown, layers, prepared.histories(), kind, warned=bool(summary["warnings"]))
     except MissingExtra as error:
         echo(f"picture   none: {error}", err=True)
     model_card = card.write(outcome.folder)

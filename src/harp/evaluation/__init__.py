@@ -2,6 +2,7 @@
 
 __all__ = [
     "accuracy",
+    "accuracy_drop",
     "chance_level",
     "confidence",
     "consistency",

@@ -30,7 +30,7 @@ from harp.data.batches import Batches
 from harp.data.decodable import Corrupt, readable
 from harp.data.streaming.workers import default_workers
 from harp.errors import DiskError, Diverged, Interrupted, RecipeError
-from harp.evaluation import chance_level
+from harp.evaluation import accuracy_drop, chance_level
 from harp.evaluation import score as evaluate
 from harp.evaluation.accuracy import Subject
 from harp.evaluation.results import Audit
@@ -172,12 +172,20 @@ class Run:
             for number, stage in enumerate(self.recipe.stages):
                 if stage.pruner["name"] != "dense" and not dense:
                     dense = self.evaluate(self.stage_folder(number - 1))
+                    if self._starts_trained:
+                        accuracies = ", ".join(f"{result['name']} {result['value']:.1%}" for result in dense)
+                        self.display.note(f"before pruning: {accuracies} on the test set")
                 answer = self.stage(number, stage, answer)
             results = self.evaluate(self.stage_folder(len(self.recipe.stages) - 1), self.folder() / "evaluation")
         outcome = Outcome(self.folder(), self.model, answer, self.units, results, dense)
         if self.fabric.is_global_zero:
             insist(lambda: self.write(outcome), stop=self.stop)
         return outcome
+
+    @property
+    def _starts_trained(self) -> bool:
+        """Whether the network before pruning is trained or given."""
+        return not self.recipe.stages[0].prunes or self.recipe.model.weights is not None
 
     # Stages
 
@@ -420,11 +428,21 @@ class Run:
 
     def _warnings(self, outcome: Outcome) -> dict[str, Any]:
         """What a reader has to be warned of: as facts, and as one sentence each."""
-        trained = not self.recipe.stages[0].prunes or self.recipe.model.weights is not None
-        chance = chance_level.warning(outcome.results, outcome.dense, trained)
+        chance = chance_level.warning(outcome.results, outcome.dense, self._starts_trained)
+        drop = accuracy_drop.warning(outcome.results, outcome.dense)
+        first = chance or drop
+        if first is not None and drop is not None:
+            first = f"{first} {self._what_to_try()}"
         unmet = [text for number in range(len(self.recipe.stages)) if (text := self._budget_warning(number))]
-        texts = [*([] if chance is None else [chance]), *unmet]
+        texts = [*([] if first is None else [first]), *unmet]
         return {"at_chance": chance is not None, "budget_met": not unmet, "warnings": texts}
+
+    def _what_to_try(self) -> str:
+        """Advice after a large drop, with the settings of this run."""
+        epochs = sum(stage.epochs for stage in self.recipe.stages if stage.pruner["name"] == "fixed")
+        pruner = next((stage.pruner for stage in self.recipe.stages if "keep" in stage.pruner), {})
+        keep = f"a larger keep ({100 * pruner['keep']:.3g} % now), " if "keep" in pruner else ""
+        return f"Try more epochs of fine-tuning ({epochs} now), {keep}or another method or strategy."
 
     def _budget_warning(self, number: int) -> str | None:
         """The warning of a finished stage that did not meet its budget in training."""

@@ -8,8 +8,8 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 from harp.errors import MissingExtra
+from harp.evaluation.accuracy_drop import CHANCE
 from harp.reports.tables import count_text
 from harp.system import files
 
@@ -26,16 +27,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind people can tell apart, without its yellow, which is lost on white.
-_COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1b1d21")
+_COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a818c")
 _MARKERS = "osD^vP<>"
 _DASHES = ("-", "--", ":")  # the three numbers have no common factor: 168 styles before one is used again
 _INK, _SOFT, _AXIS, _GRID, _TINT, _LEVEL = "#1b1d22", "#5b616b", "#9a9fa8", "#ececef", "#f3f6f9", "#6b7078"
 _NAMES = {_INK: "ink", _SOFT: "soft", _AXIS: "axis", _GRID: "grid", _TINT: "tint", _LEVEL: "level", "#ffffff": "card"}
 _NAMES |= {colour: f"c{number}" for number, colour in enumerate(_COLOURS)}  # variables of the page's style sheet
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")  # characters that SVG can't hold
-_WIDTH = 360  # of a drawing in a page, in pixels: readable one to one on a phone
-_NAME = 22  # letters of a row's name
-_TITLE = 120  # letters in a line of a file's title
+_WIDTH = 330  # of a drawing in a page, in pixels: readable one to one on a phone
+_SIZE = 9.5  # of its letters
+_NAME = 25  # letters in a line of a row's name, which has two lines at most
+_LABEL = 38  # letters in a line below the axis of a drawing with rows; without them there is more room
+_TITLE = 52  # letters in a line of a file's title
+_DPI = 200  # of a picture in a file: three times as sharp as a page on a phone
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Series:
     low: Sequence[float | None] = ()  # ends of intervals
     high: Sequence[float | None] = ()
     rings: Sequence[int] = ()  # indices of points with a ring around them
-    labels: Sequence[str] = ()  # texts at the ends of bars
+    hollow: Sequence[int] = ()  # indices of points that must not look like the others
+    labels: Sequence[str] = ()  # texts at the right of the rows
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Level:
     value: float
     text: str
     half: float = 0.0
+    left: bool = False  # where the text stands
 
 
 @dataclass(frozen=True)
@@ -89,107 +95,202 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
-def draw(
-    path: Path,
-    title: str,
-    layers: Sequence[Mapping[str, Any]],
-    stages: Mapping[str, Sequence[Mapping[str, Any]]],
-    kind: str = "weights",
-) -> None:
-    """Draw the rates of the layers beside the accuracy over the epochs of all stages, and save the picture.
+def _lines(name: str) -> list[str]:
+    """A row's name on one line or two, broken after a separator if there is one near the middle."""
+    name = shorten(name, 2 * _NAME - 2)
+    if len(name) <= _NAME:
+        return [name]
+    breaks = [place for place in range(len(name) - _NAME, _NAME + 1) if name[place - 1] in " ._-/:,"]
+    cut = min(breaks, key=lambda place: abs(2 * place - len(name)), default=_NAME)
+    return [name[:cut].rstrip(), name[cut:]]
 
-    `kind` is what the layers count: weights or channels.
+
+@dataclass(frozen=True)
+class Measured:
+    """A network of a comparison, in per cent: its accuracies by test, each with the ends of its interval."""
+
+    method: str
+    style: int
+    share: float | None  # that is kept; None: dense
+    results: Mapping[str, tuple[float, float, float] | None] = field(default_factory=dict)
+    remark: str = ""  # why it must not look like the others, such as CHANCE
+
+
+def comparison(
+    networks: Sequence[Measured], tests: Sequence[str], unit: str, chance: float | None = None
+) -> list[Chart]:
+    """Networks side by side: bars if all have one budget, else a chart for each test with a line for each method.
+
+    Tests are named as in a sentence ("without attack", "under pgd-20"). `chance` is the accuracy, in per cent, of
+    always the same answer.
     """
-    rates = [100 * layer["kept"] / layer["size"] for layer in layers]
-    whole = 100 * sum(layer["kept"] for layer in layers) / sum(layer["size"] for layer in layers)
+    budgets = sorted({float(f"{network.share:.3g}") for network in networks if network.share is not None})
+    constant = [] if chance is None else [Level(chance, "always the same answer", left=True)]
+    if len(budgets) < 2:
+        rows = [f"{n.method}, {n.remark}" if n.remark else n.method for n in networks]
+        series = [_tested(test, style, range(len(rows)), networks, test) for style, test in enumerate(tests)]
+        below = "accuracy (%)" + "; dashed: always the same answer" * bool(constant)
+        return [Chart("", below, "", series, rows, "bars", unit=" %", whole=True, levels=constant)]
+    charts = []
+    for test in tests:
+        by_method: dict[str, list[Measured]] = {}
+        levels = list(constant)
+        for network in networks:
+            if network.share is not None:
+                by_method.setdefault(network.method, []).append(network)
+            elif (result := network.results.get(test)) is not None:
+                levels.append(Level(result[0], network.method, _half(result[2] - result[1]) / 2))
+        series = [
+            _tested(method, own[0].style, [network.share or 0.0 for network in own], own, test)
+            for method, own in by_method.items()
+        ]
+        series = [one for one in series if any(value is not None for value in one.y)]
+        x = f"{unit} kept (%, log scale; {'sparser' if unit == 'weights' else 'smaller'} to the right)"
+        title = f"accuracy {test} (%)"
+        whole = chance is not None
+        chart = Chart("", x, title, series, log=True, budgets=budgets, unit=" %", levels=levels, whole=whole)
+        charts.append(chart)
+    return charts
+
+
+def _tested(name: str, style: int, x: Sequence[float], networks: Sequence[Measured], test: str) -> Series:
+    columns = zip(*(network.results.get(test) or (None, None, None) for network in networks), strict=True)
+    hollow = [index for index, network in enumerate(networks) if network.remark]
+    return Series(name, style, x, *columns, hollow=hollow)
+
+
+def layers(rows: Sequence[Mapping[str, Any]], kind: str) -> Chart:
+    """The share that every layer keeps; `kind` is what it counts: weights or channels."""
+    whole = 100 * sum(row["kept"] for row in rows) / sum(row["size"] for row in rows)
     channels = kind == "channels"
-    labels = [f"{layer['kept']:,}" + (f" of {layer['size']:,}" if channels else "") for layer in layers]
-    names = [layer["name"].removesuffix(".weight") for layer in layers]
-    what = (
-        "channels kept, by the layer that reads them (%)" if channels else "weights kept in each layer (%, log scale)"
-    )
-    left = Chart(
-        title,
-        f"{what}; dashed: whole network, {whole:.3g} %",
-        "",
-        [Series(kind, 1, range(len(layers)), rates, labels=labels)],
-        names,
-        "bars",
-        log=not channels,
-        whole=channels,
-        levels=[Level(whole, "")],
-    )
-    records = [record for history in stages.values() for record in history]
-    epochs = range(1, len(records) + 1)
-    right = Chart(
-        title,
-        "epoch",
-        "accuracy on held-out images (%)",
-        [
-            Series(f"{key} accuracy", style, epochs, [100 * r[key] if key in r else None for r in records])
-            for key, style in (("natural", 9), ("robust", 0))  # green and orange, both solid
-            if any(key in record for record in records)
-        ],
-        whole=True,
-        marked=False,
-        stages=[(name, len(history)) for name, history in stages.items() if history],
-    )
-    figure = _titled(title, max(3.2, 0.24 * len(layers) + 1.4))
-    for axes, chart in zip(figure.subplots(1, 2, width_ratios=(3, 2)), (left, right), strict=True):
-        _draw(axes, chart, 7)
-    if right.series:
-        figure.axes[1].legend(fontsize=7, frameon=False, loc="best")
-    _save(figure, path)
+    what = "channels kept, by the layer that reads them (%)" if channels else "weights kept in each layer (%, log)"
+    labels = [f"{row['kept']:,} of {row['size']:,}" if channels else f"{row['kept']:,}" for row in rows]
+    rates = Series(kind, 1, range(len(rows)), [100 * row["kept"] / row["size"] for row in rows], labels=labels)
+    names = [row["name"].removesuffix(".weight") for row in rows]
+    x, levels = f"{what}; dashed: whole network, {whole:.3g} %", [Level(whole, "")]
+    return Chart("", x, "", [rates], names, "bars", log=not channels, whole=True, unit=" %", levels=levels)
 
 
-def draw_study(folder: Path, outcome: Mapping[str, Any]) -> list[Path]:
-    """Draw the results of a study, accuracy over sparsity, as PNG and SVG; needs matplotlib."""
-    paths = [folder / f"robust.{suffix}" for suffix in ("png", "svg")]
+def training(stages: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], chosen: Sequence[int] = ()) -> Chart:
+    """The accuracy on held-out images over the epochs of all stages, with rings around the `chosen` ones."""
+    records = [record for _, history in stages for record in history]
+    keys = [key for key in ("natural", "robust") if any(_number(record.get(key)) is not None for record in records)]
+    series = []
+    for key in keys:
+        values = [_number(record.get(key)) for record in records]
+        values = [None if value is None else 100 * value for value in values]
+        style = {"natural": 9, "robust": 0}[key]  # green and orange, both solid
+        rings = chosen if key == keys[-1] else ()
+        series.append(Series(key, style, range(1, len(records) + 1), values, rings=rings))
+    lengths = [(name, len(history)) for name, history in stages if history]
+    y, marked = "accuracy on held-out images (%)", len(records) <= 30
+    return Chart("", "epoch", y, series, unit=" %", whole=True, marked=marked, stages=lengths)
+
+
+def _number(value: object) -> float | None:
+    usable = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def picture(title: str, charts: Iterable[Chart], warned: bool = False) -> "Figure":
+    """Charts one below the other, readable on a phone; the title of a network that failed is orange."""
+    drawn = [chart for chart in charts if chart.series]
+    names = {one.name: None for chart in drawn for one in chart.series if len(chart.series) > 1}
+    columns = max(1, min(4, len(names), 60 // (6 + max(map(len, names), default=0))))
+    lines = [line for part in title.split("\n") for line in wrap(part, _TITLE)]
+    heights = [_height(chart) / 72 for chart in drawn]
+    rest = (15 * len(lines) + 16 * math.ceil(len(names) / columns)) / 72
+    figure = _figure(_WIDTH / 72, sum(heights) + rest, layout="constrained")
+    ink = _COLOURS[0] if warned else _INK
+    figure.suptitle("\n".join(lines), fontsize=10, color=ink, x=0.02, ha="left", linespacing=1.3)
+    legend: dict[str, Any] = {}
+    parts = figure.subfigures(len(drawn), 1, height_ratios=heights, squeeze=False)[:, 0]  # each with its own margins
+    for part, chart in zip(parts, drawn, strict=True):
+        axes = part.subplots()
+        _draw(axes, chart, _SIZE)
+        if len(chart.series) > 1:
+            legend |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    if names:
+        handles = [legend[name] for name in names if name in legend]
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+    return figure
+
+
+def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
+    """Write a picture as PNG and SVG."""
+    paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
     for path in paths:
-        title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
-        draw_comparison(path, title, outcome["rows"], outcome["attack"], outcome["unit"])
+        with files.atomic(path) as temporary:
+            _write(figure, temporary, path.suffix[1:], dpi=_DPI)
     return paths
 
 
-def draw_comparison(
-    path: Path, title: str, rows: Sequence[Mapping[str, Any]], attack: str, unit: str = "weights"
-) -> None:
-    """Draw robust and natural accuracy over what the budget counts (`unit`), one line per method, and save the picture.
+def draw(
+    folder: Path,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    stages: Mapping[str, Sequence[Mapping[str, Any]]],
+    kind: str = "weights",
+    warned: bool = False,
+) -> list[Path]:
+    """Save `layers.png` and `.svg`: the rates of the layers, and the accuracy over the epochs of all stages.
 
-    `rows` are those of `harp.experiments.table`: within a budget the best is first, and so it is in the legend.
+    `kind` is what the layers count: weights or channels. `warned`: the network is not what was hoped for.
     """
-    measured = [row for row in rows if row["robust"] is not None]
-    methods = list(dict.fromkeys(row["method"] for row in sorted(measured, key=lambda row: row["keep"] or 2.0)))
-    budgets = sorted({100 * row["keep"] for row in measured if row["keep"] is not None})
-    figure = _titled(title, max(4.4, 0.2 * len(methods) + 1.0))
-    for axes, key, name in zip(
-        figure.subplots(1, 2), ("robust", "natural"), (f"robust ({attack})", "natural"), strict=True
-    ):
-        series, levels = [], []
-        for style, method in enumerate(methods):
-            own = [row for row in measured if row["method"] == method]
-            values, halves = [100 * row[key] for row in own], [100 * _half(row[f"{key}_half"]) for row in own]
-            if own[0]["keep"] is None:
-                levels.append(Level(values[0], method, halves[0]))
-                continue
-            low, high = ([v + sign * half for v, half in zip(values, halves, strict=True)] for sign in (-1, 1))
-            series.append(Series(method, style, [100 * row["keep"] for row in own], values, low, high))
-        x, y = f"{unit} kept (%, log scale)", f"accuracy, {name} (%)"
-        _draw(axes, Chart(title, x, y, series, log=True, budgets=budgets, unit=" %", levels=levels), 7)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=7, frameon=False)
-    _save(figure, path)
+    charts = [layers(rows, kind), training(list(stages.items()))]
+    return save(picture(title, charts, warned), folder, "layers")
 
 
-def _half(half: float | None) -> float:
-    return 0.0 if half is None or math.isnan(half) else half
+def draw_study(folder: Path, outcome: Mapping[str, Any]) -> list[Path]:
+    """Save the results of a study, accuracy over sparsity, as `robust.png` and `.svg`."""
+    return save(study(outcome), folder, "robust")
+
+
+def study(outcome: Mapping[str, Any]) -> "Figure":
+    """The picture of a study: robust and natural accuracy of every method at every budget.
+
+    Its rows are those of `harp.experiments.table`: within a budget the best is first, and so it is in the legend.
+    """
+    rows = sorted((row for row in outcome["rows"] if row["robust"] is not None), key=lambda row: row["keep"] or 2.0)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    tests = {f"under {outcome['attack']}": "robust", "without attack": "natural"}
+    networks = [
+        Measured(
+            row["method"],
+            methods.index(row["method"]),
+            None if row["keep"] is None else 100 * row["keep"],
+            {test: _ends(row[key], row[f"{key}_half"]) for test, key in tests.items()},
+            CHANCE if row.get("at_chance") else "",
+        )
+        for row in rows
+    ]
+    title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
+    return picture(title, comparison(networks, list(tests), outcome["unit"]))
+
+
+def _ends(mean: float, half: float | None) -> tuple[float, float, float]:
+    width = 0.0 if half is None else _half(half)
+    return 100 * mean, 100 * (mean - width), 100 * (mean + width)
+
+
+def _half(half: float) -> float:
+    return 0.0 if math.isnan(half) else half
+
+
+def _height(chart: Chart) -> float:
+    """The height of a drawing, in pixels of a page."""
+    if not chart.rows:
+        return 225
+    bars = {"bars": 9, "marks": 8, "lines": 5, "histograms": 0}[chart.kind] * len(chart.series)
+    name = 26 if any(len(_lines(row)) > 1 for row in chart.rows) else 15
+    axis = 46 + 11 * (len(wrap(chart.x, _LABEL)) - 1)
+    return axis + max(19 if chart.kind == "histograms" else name, bars) * len(chart.rows)
 
 
 def inline(chart: Chart, title: str) -> str:
     """A chart of a figure as SVG inside a page."""
-    row = {"bars": 9, "marks": 8, "lines": 5, "histograms": 0}[chart.kind] * len(chart.series)
-    height = 46 + max(19 if chart.kind == "histograms" else 15, row) * len(chart.rows) if chart.rows else 225
-    figure = _figure(_WIDTH / 72, height / 72, layout="constrained")
-    return _svg(figure, f"{title}, {chart.title}".strip(", "), _draw(figure.subplots(), chart, 9))
+    figure = _figure(_WIDTH / 72, _height(chart) / 72, layout="constrained")
+    return _svg(figure, f"{title}, {chart.title}".strip(", "), _draw(figure.subplots(), chart, _SIZE))
 
 
 @cache
@@ -211,18 +312,6 @@ def _figure(width: float, height: float, **options: Any) -> "Figure":
     except ImportError as error:
         raise MissingExtra('pictures need matplotlib: pip install "harp-prune[report]"') from error
     return Figure(figsize=(width, height), **options)
-
-
-def _titled(title: str, height: float) -> "Figure":
-    lines = wrap(title, _TITLE)
-    figure = _figure(11, height + 0.2 * (len(lines) - 1), layout="constrained")
-    figure.suptitle("\n".join(lines), fontsize=11)
-    return figure
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    with files.atomic(path) as temporary:
-        _write(figure, temporary, path.suffix[1:], dpi=130)
 
 
 def _write(figure: "Figure", file: Path | io.StringIO, kind: str, **options: Any) -> None:
@@ -257,10 +346,15 @@ def _draw(axes: "Axes", chart: Chart, size: float) -> list[list[str]]:
     for level in chart.levels:
         line(level.value, color=_LEVEL, linestyle="--", linewidth=1.2, label=level.text or "_")
         if level.half:
-            band(level.value - level.half, level.value + level.half, color=_LEVEL, alpha=0.13, linewidth=0)
-        if level.text:
+            ends = level.value - level.half, level.value + level.half
+            low, high = (min(max(end, 0.0), 100.0) for end in ends) if chart.unit == " %" else ends
+            band(low, high, color=_LEVEL, alpha=0.13, linewidth=0)
+        if level.text and not chart.rows:
             place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
-            axes.annotate(level.text, (1, level.value), (0, 2), ha="right", fontsize=size, color=_SOFT, **place)
+            side = "left" if level.left else "right"
+            axes.annotate(
+                level.text, (side == "right", level.value), (0, 2), ha=side, fontsize=size, color=_SOFT, **place
+            )
     _set_limits(axes, chart)
     for label, name in zip(axes.get_yticklabels() if chart.rows else (), chart.rows, strict=True):
         label.set_gid(f"mark-{len(tips)}")
@@ -276,11 +370,11 @@ def _draw_frame(axes: "Axes", chart: Chart, size: float) -> None:
     axes.tick_params(labelsize=size, labelcolor=_SOFT, color=_AXIS, left=False)
     axes.set_axisbelow(True)
     axes.grid(axis="x" if chart.rows else "y", color=_GRID, linewidth=0.8)
-    axes.set_xlabel(chart.x, fontsize=size, color=_INK)
+    axes.set_xlabel("\n".join(wrap(chart.x, _LABEL)) if chart.rows else chart.x, fontsize=size, color=_INK)
     axes.set_title(chart.y, fontsize=size, color=_INK, loc="left", pad=size + 8 if chart.stages else 6)
     axes.set_xscale("log" if chart.log else "linear")
     if chart.rows:
-        axes.set_yticks(range(len(chart.rows)), [shorten(name, _NAME) for name in chart.rows], color=_INK)
+        axes.set_yticks(range(len(chart.rows)), ["\n".join(_lines(name)) for name in chart.rows], color=_INK)
         axes.set_ylim(len(chart.rows) - 0.4, -0.6)
     for row in range(1, len(chart.rows), 2):  # every other row is shaded, to lead the eye from the name to the mark
         axes.axhspan(row - 0.5, row + 0.5, color=_TINT, linewidth=0, zorder=0)
@@ -301,10 +395,11 @@ def _set_limits(axes: "Axes", chart: Chart) -> None:
 
     set_limits, (low, high) = (axes.set_xlim, axes.get_xlim()) if chart.rows else (axes.set_ylim, axes.get_ylim())
     if chart.whole:
-        set_limits(0, 120 if any(series.labels for series in chart.series) else 100)
+        set_limits(low if chart.log and chart.rows else 0, 100)
     elif chart.kind != "histograms":
         smallest = axes.dataLim.x0 if chart.rows else axes.dataLim.y0
-        set_limits(low if smallest < 0 else max(low, 0.0), min(high, 100.0) if chart.unit == " %" else high)
+        low = low if smallest < 0 and chart.unit != " %" else max(low, 0.0)
+        set_limits(low, min(high, 100.0) if chart.unit == " %" else high)
     for axis in (axes.xaxis,) if chart.rows else (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: _tick(value))
     if chart.limits is not None:
@@ -368,6 +463,12 @@ def _draw_points(axes: "Axes", chart: Chart, size: float, tips: list[list[str]])
         drawn = axes.errorbar(across, up, **error, **style, elinewidth=1, capsize=2, label=series.name)
         drawn[0].set_gid(f"mark-{len(tips)}")
         tips.append([_tip(chart, series, index) for index in shown])
+        hollow = [index for index in series.hollow if index in shown]
+        if hollow:  # painted over their marks
+            centres = [across[index] for index in hollow], [up[index] for index in hollow]
+            look = {"marker": style["marker"] or "o", "facecolors": "#ffffff", "edgecolors": style["color"]}
+            axes.scatter(*centres, s=36, linewidths=1.4, gid=f"mark-{len(tips)}", zorder=4, **look)
+            tips.append([_tip(chart, series, index) for index in hollow])
         rings = [index for index in series.rings if index in shown]
         if rings:
             centres = [across[index] for index in rings], [up[index] for index in rings]
@@ -387,17 +488,24 @@ def _tip(chart: Chart, series: Series, index: int) -> str:
 
 def _draw_bars(axes: "Axes", chart: Chart, size: float, tips: list[list[str]]) -> None:
     thick = 0.76 / max(1, len(chart.series))
-    if chart.log:
-        axes.set_xlim(min([value for series in chart.series for value in series.y if value], default=1.0) / 2, 400)
+    start = 0.0
+    if chart.log:  # bars begin at the axis: a drawing in a page is not clipped
+        start = min([value for series in chart.series for value in series.y if value], default=1.0) / 2
+        axes.set_xlim(start, 100)
     for order, series in enumerate(chart.series):
         values = _known(series.y)
         places = [row + thick * (order - (len(chart.series) - 1) / 2) for row in series.x]
         error: dict[str, Any] = {"xerr": _errors(series, values), "ecolor": _INK}
-        for index, bar in enumerate(axes.barh(places, values, thick * 0.9, color=_colour(series.style), **error)):
+        look: dict[str, Any] = {"color": _colour(series.style), "label": series.name, **error}
+        widths = [max(0.0, value - start) for value in values]
+        for index, bar in enumerate(axes.barh(places, widths, thick * 0.9, left=start, **look)):
             bar.set_gid(f"mark-{len(tips)}")
+            if index in series.hollow:
+                bar.set(facecolor="none", edgecolor=_colour(series.style), linestyle=":", linewidth=1.2)
             tips.append([_tip(chart, series, index)])
-        for place, value, label in zip(places, values, series.labels, strict=False):
-            axes.annotate(label, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=size)
+        right: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points"}
+        for place, label in zip(places, series.labels, strict=False):
+            axes.annotate(label, (1, place), (5, 0), va="center", fontsize=size, color=_INK, **right)
 
 
 def _draw_histograms(axes: "Axes", chart: Chart, size: float, tips: list[list[str]]) -> None:

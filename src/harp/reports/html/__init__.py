@@ -1,7 +1,7 @@
 """`harp report`: a report on some runs as one page that can be sent, opened and printed anywhere.
 
 collect   run folders -> checked records, without paths of the machine
-groups    which runs differ only in the seed, which are one method at several budgets
+groups    which runs are of one data set and model, which differ only in the seed
 accuracy, network, evidence, origin   records -> chapters: tables, figures, words
 compose   chapters -> a report
 render    a report -> HTML, Markdown, JSON; `harp.reports.plots` draws the charts
@@ -32,10 +32,10 @@ def build(runs: Sequence[Path], out: Path, formats: Sequence[str] = FORMATS) -> 
             raise RecipeError(f"format {name!r}: a report can be {', '.join(FORMATS)}")
     if not formats:
         raise RecipeError(f"no format: a report can be {', '.join(FORMATS)}")
-    arranged = groups.arrange(collect.read(runs))
-    histograms = {variant.label: network.histograms(variant.runs[0]) for variant in arranged.variants}
-    report = compose.compose(arranged, histograms)
-    contents: dict[str, Any] = {"json": render.data(report, arranged, histograms), "md": render.markdown(report)}
+    parts = groups.parts(collect.read(runs))
+    histograms = [{one.label: network.histograms(one.runs[0]) for one in part.variants} for part in parts]
+    report = compose.compose(parts, histograms)
+    contents: dict[str, Any] = {"json": render.data(report, parts, histograms), "md": render.markdown(report)}
     if "html" in formats:  # needs matplotlib
         contents["html"] = render.page(report)
     stem = out.with_suffix("") if out.suffix.removeprefix(".") in FORMATS and not out.is_dir() else out / "report"

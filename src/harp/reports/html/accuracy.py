@@ -4,14 +4,16 @@ import math
 from collections.abc import Sequence
 
 from harp.evaluation import score
+from harp.evaluation.chance_level import constant_accuracy
 from harp.evaluation.score import Score
 from harp.experiments.records import Accuracy, Curve, CurvePoint, Distances
 from harp.reports.html.blocks import Block, Figure, Fold, Section, Table, figure, folded, section
 from harp.reports.html.groups import NATURAL, Estimate, Points, Runs, Values, Variant, estimate
 from harp.reports.html.groups import Key as Attack
-from harp.reports.plots import Chart, Level, Series
+from harp.reports.plots import Chart, Level, Measured, Series, comparison
 from harp.system.progress import duration
 
+_BEFORE = 13  # the style of the network before pruning, which few comparisons use otherwise
 _QUANTILES = 60  # points of a curve of distances
 
 
@@ -57,7 +59,21 @@ def _percentages(results: Sequence[Estimate | None]) -> tuple[Values, Values, Va
 
 
 def results(runs: Runs) -> Section | None:
-    """Every accuracy of every run."""
+    """The accuracies of all networks: side by side for one budget, over the budgets for several."""
+    everything = _every_number(runs)
+    single = len(runs.all) == 1
+    figures = [_before_and_after(runs, everything)] if single else [_compared(runs, unit) for unit in runs.units]
+    measures = " and ".join(sorted({result.measure for run in runs.all for result in run.results})).capitalize()
+    intervals = "Intervals are 95 % intervals over the test images."
+    if runs.seeds:
+        intervals = "For several seeds: their mean and its 95 % interval (Student's t)."
+    units = f" Shares of {', '.join(runs.units)} are not the same thing: each has its own figure."
+    blocks = [*figures, *([] if single else [Fold("Every number of every run", [everything])])]
+    more = units if len(figures) > 1 else ""
+    return section("results", blocks, measures=measures, intervals=intervals, units=more)
+
+
+def _every_number(runs: Runs) -> Table:
     columns = ["run", "seed", "test", "before", "after", "95 % interval", "images"]
     rows = []
     for variant in runs.variants:
@@ -75,37 +91,79 @@ def results(runs: Runs) -> Section | None:
                 ]
                 for result in run.results
             ]
-    measures = " and ".join(sorted({result.measure for run in runs.all for result in run.results})).capitalize()
-    intervals = "Intervals are 95 % intervals over the test images."
-    if runs.seeds:
-        intervals = "For several seeds: their mean and its 95 % interval (Student's t)."
-    blocks = [_overview(runs), Fold("Every number of every run", [Table(columns, rows)])]
-    return section("results", blocks, measures=measures, intervals=intervals)
+    return Table(columns, rows)
 
 
-def _overview(runs: Runs) -> Figure:
+def _before_and_after(runs: Runs, table: Table) -> Figure:
+    """The tests of a single run, before and after pruning."""
+    lead = runs.lead
     tests = [NATURAL, *runs.attacks]
-    networks = [(variant.label, {key: variant.after(key) for key in tests}) for variant in runs.variants]
-    facts = [(str(len(variant.runs)), _kept(runs, variant)) for variant in runs.variants]
-    shown = [
-        key for key in tests if key == NATURAL or 2 * sum(r[key] is not None for _, r in networks) >= len(networks)
+    hollow = range(len(tests) if lead.remark else 0)
+    before, after = (_percentages([of(key) for key in tests]) for of in (lead.before, lead.after))
+    series = [Series(lead.label, 1, range(len(tests)), *after, hollow=hollow)]
+    if any(value is not None for value in before[0]):
+        series.insert(0, Series("before pruning", _BEFORE, range(len(tests)), *before))
+    levels, below = [], "accuracy (%)"
+    if lead.remark:
+        levels, below = [Level(_chance(runs), "")], f"{below}; dashed: always the same answer"
+    rows = [attack_text(key) for key in tests]
+    chart = Chart("", below, "", series, rows, "bars", unit=" %", whole=True, levels=levels)
+    return figure("single", [chart], table)
+
+
+def _compared(runs: Runs, unit: str) -> Figure:
+    """The networks whose budget counts `unit`, and the dense ones."""
+    networks = [variant for variant in runs.variants if variant.dense or variant.unit == unit]
+    pruned = [variant for variant in networks if not variant.dense]
+    keys = [key for key in (_tested_under(runs, pruned or networks), NATURAL) if key is not None]
+    tests = {key: "without attack" if key == NATURAL else f"under {attack_text(key)}" for key in keys}
+    several = len({variant.budget for variant in pruned}) > 1
+    measured = [
+        Measured(
+            variant.method if several else variant.label,
+            variant.style,
+            None if variant.dense else 100 * variant.asked,
+            {tests[key]: _triple(variant.after(key)) for key in keys},
+            variant.remark,
+        )
+        for variant in networks
     ]
-    before = {key: _dense_level(runs.pruned, key) for key in tests}
-    if any(before.values()) and len(runs.pruned) == len(runs.variants):  # else a dense run shows it
-        networks.insert(0, ("before pruning", before))
-        facts.insert(0, ("", ""))
-    series = [
-        Series(attack_text(key), number, range(len(networks)), *_percentages([results[key] for _, results in networks]))
-        for number, key in enumerate(shown)
-    ]
-    chart = Chart("", "accuracy (%)", "", series, [label for label, _ in networks], "marks", unit=" %", whole=True)
-    kept = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
+    before = {key: _common_start(pruned, key) for key in keys}
     rows = [
-        [label, *cells, *(_text(results[key]) for key in tests)]
-        for (label, results), cells in zip(networks, facts, strict=True)
+        [
+            variant.label,
+            str(len(variant.runs)),
+            _kept(runs, variant),
+            *(cell for key in keys for cell in (_text(variant.after(key)), _change(variant, key))),
+            variant.remark,
+        ]
+        for variant in networks
     ]
-    note = "Accuracies in per cent, ± half the 95 % interval."
-    return figure("overview", [chart], Table(["network", "seeds", kept, *map(attack_text, tests)], rows, note=note))
+    if any(before.values()) and len(pruned) == len(networks):  # else a dense run shows it
+        results = {tests[key]: _triple(before[key]) for key in keys}
+        measured.insert(0, Measured("before pruning", _BEFORE, None, results))
+        rows.insert(0, ["before pruning", "", "", *(c for key in keys for c in (_text(before[key]), "")), ""])
+    chance = _chance(runs) if any(variant.remark for variant in networks) else None
+    charts = comparison(measured, list(tests.values()), unit, chance)
+    kept = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
+    columns = ["network", "seeds", kept, *(text for key in keys for text in (attack_text(key), "change")), ""]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    note = "Accuracies in per cent, ± half the 95 % interval. Change: points against the network before pruning."
+    name = "sparsity" if several else "overview"
+    return figure(
+        name, charts, Table(columns, rows, note=note), what="sparsity" if unit == "weights" else unit, unit=unit
+    )
+
+
+def _triple(result: Estimate | None) -> tuple[float, float, float] | None:
+    return None if result is None else (100 * result.value, 100 * result.low, 100 * result.high)
+
+
+def _chance(runs: Runs) -> float:
+    """The accuracy of always the same answer, in per cent."""
+    clean = max((result for run in runs.all for result in run.results), key=lambda result: result.key == NATURAL)
+    return 100 * constant_accuracy(clean.totals, clean.measure.startswith("balanced")) if any(clean.totals) else 0.0
 
 
 def _kept(runs: Runs, variant: Variant) -> str:
@@ -114,56 +172,14 @@ def _kept(runs: Runs, variant: Variant) -> str:
     return " / ".join(counts) + f" of {variant.runs[0].size:,}{unit}"
 
 
-def _dense_level(pruned: Sequence[Variant], key: Attack) -> Estimate | None:
-    """The accuracy of the dense networks that the pruned ones started from, each seed once."""
-    runs = [run for variant in pruned for run in variant.runs]
-    once = {(run.seed, one.value): one for run in runs for one in run.summary.dense if one.key == key}
-    return estimate(list(once.values()))
-
-
-def sparsity(runs: Runs) -> Section | None:
-    """Accuracy over what is kept, one line per method, one figure for each thing that budgets count."""
-    figures = [_sparsity(runs, unit) for unit in runs.units] if len(runs.pruned) > 1 else []
-    units = f" Shares of {', '.join(runs.units)} are not the same thing: each has its own figure."
-    return section("sparsity", figures, units=units if len(figures) > 1 else "")
-
-
-def _sparsity(runs: Runs, unit: str) -> Figure:
-    pruned = [variant for variant in runs.pruned if variant.unit == unit]
-    keys = [key for key in (_tested_under(runs, pruned), NATURAL) if key is not None]
-    by_method = {method: [v for v in pruned if v.method == method] for method in runs.methods}
-    further = "sparser" if unit == "weights" else "smaller"
-    charts = []
-    for key in keys:
-        dense = _dense_level(pruned, key)
-        series = [
-            Series(method, own[0].style, [100 * v.share for v in own], *_percentages([v.after(key) for v in own]))
-            for method, own in by_method.items()
-            if own
-        ]
-        chart = Chart(
-            "without attack" if key == NATURAL else f"under attack: {attack_text(key)}",
-            f"{unit} kept (%, log scale; {further} to the right)",
-            "accuracy (%)",
-            series,
-            log=True,
-            budgets=sorted({float(f"{100 * variant.asked:.3g}") for variant in pruned}),
-            unit=" %",
-            levels=[Level(100 * dense.value, "dense", 50 * (dense.high - dense.low))] if dense else [],
-        )
-        charts.append(chart)
-    rows = [
-        [
-            variant.method,
-            variant.budget,
-            str(len(variant.runs)),
-            *(cell for key in keys for cell in (_text(variant.after(key)), _change(variant, key))),
-        ]
-        for variant in pruned
-    ]
-    columns = ["method", "kept", "seeds", *(text for key in keys for text in (attack_text(key), "change"))]
-    table = Table(columns, rows, note="Change: against the dense network, in percentage points.")
-    return figure("sparsity", charts, table, what="sparsity" if unit == "weights" else unit, unit=unit)
+def _common_start(pruned: Sequence[Variant], key: Attack) -> Estimate | None:
+    """The accuracy of the dense network that all of them started from, one a seed; None if they had different ones."""
+    by_seed: dict[int, list[Accuracy]] = {}
+    for run in (run for variant in pruned for run in variant.runs):
+        by_seed.setdefault(run.seed, []).extend(one for one in run.summary.dense if one.key == key)
+    if any(len({one.value for one in same}) > 1 for same in by_seed.values()):
+        return None
+    return estimate([same[0] for same in by_seed.values() if same])
 
 
 def _tested_under(runs: Runs, variants: Sequence[Variant]) -> Attack | None:

@@ -153,18 +153,31 @@ class Tile:
     value: str
     before: str = ""
     text: str = ""
+    bad: bool = False  # must not look like any other
 
 
 @dataclass(frozen=True)
-class Report:
-    """The whole report; the tiles are of the network that `shown` names."""
+class Part:
+    """What is said of one data set and model; the tiles are of the network that `shown` names."""
 
+    anchor: str  # begins those of its sections; empty if it is alone
     title: str
     subtitle: str
     headline: str
     tiles: Sequence[Tile]
     notes: Sequence[str]
     sections: Sequence[Section]
-    foot: str
     shown: str
     warnings: Sequence[str]  # of the runs themselves
+    line: str  # what is shown first and its accuracies, in one line
+    failed: bool  # whether that must not look like any other
+
+
+@dataclass(frozen=True)
+class Report:
+    """The whole report."""
+
+    title: str
+    subtitle: str
+    parts: Sequence[Part]
+    foot: str

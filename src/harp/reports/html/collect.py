@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from harp.data.registry import DATASETS
 from harp.errors import RecipeError
+from harp.evaluation import accuracy_drop
 from harp.experiments import run_folder
 from harp.experiments.records import KINDS, Accuracy, Deployed, Examples, Flips, Record, StageFile, Summary, Trial
 
@@ -37,6 +39,8 @@ class Run:
     unknown: list[str]  # files of the evaluation that this version can't show
     seed: int
     data: str  # the name of the data set
+    model: str  # and of the model
+    class_names: tuple[str, ...]  # of the data set; empty if it is not known here
     kind: str  # what was pruned: weights or channels
     unit: str  # what the budget counts, in words that distinguish channels from weights
     size: int  # what the budget counts, of the whole network
@@ -52,6 +56,12 @@ class Run:
     def results(self) -> list[Accuracy]:
         """All accuracies, each on most images."""
         return _on_most_images([*self.summary.results, *self.of(Accuracy)], lambda result: result.key)
+
+    @property
+    def remark(self) -> str:
+        """Why it must not look like any other run; empty if it may."""
+        results, dense = ([one.model_dump() for one in some] for some in (self.summary.results, self.summary.dense))
+        return accuracy_drop.remark(results, dense)
 
     @property
     def deployed(self) -> list[Deployed]:
@@ -75,7 +85,9 @@ class Run:
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, if some file has them."""
+        """The names of the classes, if the data set is known or some file has them."""
+        if self.class_names:
+            return list(self.class_names)
         records: list[Accuracy | Flips | Examples] = [*self.of(Accuracy), *self.of(Flips), *self.of(Examples)]
         return next((record.classes for record in records if record.classes), [])
 
@@ -111,7 +123,7 @@ def _read_run(folder: Path) -> Run:
         for stage in run.stages
     }
     recipe, summary = without_paths(run.content), Summary.model_validate(without_paths(run.summary))
-    seed, data, budget = recipe.get("seed", 0), recipe.get("data"), run_folder.budget_of(run.summary)
+    seed, data, budget = recipe.get("seed", 0), _name(recipe.get("data")), run_folder.budget_of(run.summary)
     kind, unit = budget["kind"], budget["unit"]
     return Run(
         folder.resolve(),
@@ -121,12 +133,19 @@ def _read_run(folder: Path) -> Run:
         records,
         unknown,
         seed=seed if isinstance(seed, int) else 0,
-        data=str(data.get("name", "") if isinstance(data, dict) else data or ""),
+        data=data,
+        model=_name(recipe.get("model")),
+        class_names=getattr(DATASETS.get(data), "classes", ()),
         kind=kind,
         unit=f"{unit} (channels)" if kind == "channels" and unit == "MACs" else unit,
         size=budget["size"],
         kept=budget["kept"],
     )
+
+
+def _name(part: object) -> str:
+    """The name in a part of a recipe, which may be written without its key."""
+    return str(part.get("name", "") if isinstance(part, dict) else part or "")
 
 
 def without_paths(value: Any) -> Any:

@@ -1,23 +1,35 @@
-"""The report as a whole: the headline, what to be warned of, and the chapters in order."""
+"""The report as a whole: a part for each data set and model, with a headline, warnings and chapters in order."""
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 import harp
 from harp.reports import tables
 from harp.reports.html import accuracy, evidence, network, origin
 from harp.reports.html.accuracy import attack_text, points_text
-from harp.reports.html.blocks import Report, Tile
+from harp.reports.html.blocks import Part, Report, Tile
 from harp.reports.html.groups import NATURAL, Key, Runs, Variant
 from harp.reports.html.network import Histogram
 from harp.reports.tables import bytes_text, count_text
 
 
-def compose(runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> Report:
-    """All chapters that have content; `histograms` are by the label of the variant."""
+def compose(parts: Sequence[Runs], histograms: Sequence[Mapping[str, Sequence[Histogram]]]) -> Report:
+    """A part for each data set and model; the histograms of each are by the label of the variant."""
+    composed = [
+        _part(runs, measured, f"part-{number}-" if len(parts) > 1 else "")
+        for number, (runs, measured) in enumerate(zip(parts, histograms, strict=True), 1)
+    ]
+    count = sum(len(runs.all) for runs in parts)
+    foot = f"Made by harp {harp.__version__} from {_count(count, 'run')}."
+    if len(parts) == 1:
+        return Report(composed[0].title, composed[0].subtitle, composed, foot)
+    data, models = ({getattr(run, key) for runs in parts for run in runs.all} for key in ("data", "model"))
+    title = f"{_count(len(models), 'model')} on {_count(len(data), 'data set')}"
+    return Report(title, f"{count} runs; each data set and model has its own part", composed, foot)
+
+
+def _part(runs: Runs, histograms: Mapping[str, Sequence[Histogram]], anchor: str) -> Part:
     sections = [
         accuracy.results(runs),
-        accuracy.sparsity(runs),
         evidence.deployment(runs),
         accuracy.curves(runs),
         evidence.checks(runs),
@@ -33,45 +45,43 @@ def compose(runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> Report
         origin.origin(runs),
     ]
     single, lead = len(runs.all) == 1, runs.lead
-    return Report(
-        title=runs.all[0].summary.name if single else _common_name(runs),
+    return Part(
+        anchor=anchor,
+        title=f"{lead.label} – {runs.title}" if len(runs.variants) == 1 else f"{runs.title}: {_counted(runs)}",
         subtitle=_subtitle(runs),
         headline=_headline(runs, lead),
         tiles=_tiles(runs, lead),
         notes=origin.notes(runs, [v.label for v in runs.variants if not histograms.get(v.label)]),
         sections=[section for section in sections if section is not None],
-        foot=f"Made by harp {harp.__version__} from {_count(len(runs.all), 'run')}.",
         shown="" if single else _shown(runs, lead),
         warnings=origin.warnings(runs),
+        line=_line(runs),
+        failed=bool(lead.remark),
     )
+
+
+def _line(runs: Runs) -> str:
+    lead = runs.lead
+    tested = [(key, lead.after(key)) for key in (NATURAL, runs.robust) if key is not None]
+    cells = [f"{attack_text(key)} {result.text} %" for key, result in tested if result is not None]
+    return f"{lead.label}: {', '.join(cells)}{f', {lead.remark}' if lead.remark else ''}"
 
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
-def _common_name(runs: Runs) -> str:
-    """The words that all names of recipes begin with."""
-    words = zip(*(run.summary.name.split("-") for run in runs.all), strict=False)
-    same = takewhile(lambda column: len(set(column)) == 1, words)
-    return "-".join(column[0] for column in same) or "Comparison of runs"
+def _counted(runs: Runs) -> str:
+    budgets = len({variant.budget for variant in runs.pruned})
+    counts = [(len(runs.methods), "method"), (budgets, "budget")]
+    return ", ".join(_count(number, what) for number, what in counts if number) or "dense networks"
 
 
 def _subtitle(runs: Runs) -> str:
-    def names(part: str) -> str:
-        contents = [run.recipe.get(part) for run in runs.all]
-        named = [content.get("name") if isinstance(content, dict) else content for content in contents]
-        return " / ".join(dict.fromkeys(str(name) for name in named if name))
-
-    words = [" on ".join(name for name in (names("model"), names("data")) if name)]
-    if len(runs.all) > 1:
-        seeds = len({run.seed for run in runs.all})
-        budgets = len({variant.budget for variant in runs.pruned})
-        counts = [(len(runs.all), "run"), (len(runs.methods), "method"), (budgets, "budget"), (seeds, "seed")]
-        words.append(", ".join(_count(number, what) for number, what in counts if number))
-    else:
-        words.append(f"{runs.lead.label}, seed {runs.lead.seeds}")
-    return " · ".join(word for word in words if word)
+    """The names of the recipes, or how many runs there are."""
+    if len(runs.all) == 1:
+        return f"{runs.all[0].summary.name}, seed {runs.lead.seeds}"
+    return f"{_count(len(runs.all), 'run')}, {_count(len({run.seed for run in runs.all}), 'seed')}"
 
 
 def _headline(runs: Runs, lead: Variant) -> str:
@@ -108,7 +118,13 @@ def _tiles(runs: Runs, lead: Variant) -> list[Tile]:
             change = f"{points_text(after.value - before.value)} points, " if before else ""
             text = f"{change}95 %: {100 * after.low:.1f}–{100 * after.high:.1f}"
             tiles.append(
-                Tile(title, f"{100 * after.value:.1f} %", f"{100 * before.value:.1f} %" if before else "", text)
+                Tile(
+                    title,
+                    f"{100 * after.value:.1f} %",
+                    f"{100 * before.value:.1f} %" if before else "",
+                    f"{text}; {lead.remark}" if lead.remark else text,
+                    bad=bool(lead.remark),
+                )
             )
     cost = run.summary.cost
     if cost is None:

@@ -1,4 +1,4 @@
-"""Grouping of runs: which differ only in the seed, which are one method at several budgets, and which to show first."""
+"""Grouping of runs: which are of one data set and model, which differ only in the seed, and which to show first."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,8 +7,9 @@ from typing import Any
 
 from harp.evaluation.confidence import interval
 from harp.experiments.records import Accuracy, CurvePoint
+from harp.reports import names
 from harp.reports.html.collect import Kind, Run
-from harp.reports.plots import Chart, Series
+from harp.reports.plots import Chart, Series, shorten
 
 Key = tuple[str, float | None, str]  # name, epsilon and norm of an attack
 NATURAL: Key = ("natural", None, "")
@@ -48,11 +49,6 @@ def estimate(results: Sequence[Accuracy | CurvePoint]) -> Estimate | None:
     return Estimate(sum(values) / len(values), low, high, len(values), min(result.n or 0 for result in results))
 
 
-def share_text(share: float) -> str:
-    """A share in per cent, with as many digits as it needs."""
-    return f"{100 * share:.3g} %"
-
-
 @dataclass(frozen=True)
 class Variant:
     """Runs that differ only in the seed."""
@@ -73,6 +69,13 @@ class Variant:
         return self.share == 1
 
     @property
+    def remark(self) -> str:
+        """Why it must not look like any other: of some of its runs; empty if it may."""
+        remarks = [run.remark for run in self.runs if run.remark]
+        some = f" ({len(remarks)} of {len(self.runs)} seeds)" if 0 < len(remarks) < len(self.runs) else ""
+        return f"{remarks[0]}{some}" if remarks else ""
+
+    @property
     def seeds(self) -> str:
         """The seeds in words."""
         return ", ".join(str(run.seed) for run in self.runs)
@@ -88,7 +91,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Runs:
-    """All runs of a report, in order."""
+    """The runs of one data set and model, in order."""
 
     all: Sequence[Run]
     variants: Sequence[Variant]
@@ -128,8 +131,14 @@ class Runs:
 
     def class_name(self, run: Run, number: int) -> str:
         """The name of a class, from a file of the run or of another run on the same data."""
-        names = next((other.classes for other in [run, *self.all] if other.data == run.data and other.classes), [])
-        return names[number] if 0 <= number < len(names) else f"class {number}"
+        known = next((other.classes for other in [run, *self.all] if other.classes), [])
+        name = known[number] if 0 <= number < len(known) else str(number)
+        return f"class {name}" if name.isdecimal() else name
+
+    @property
+    def title(self) -> str:
+        """The model and the data set in words."""
+        return f"{names.model(self.all[0].model)} on {names.data(self.all[0].data)}"
 
     def panels(self, variants: Iterable[Variant]) -> list[tuple[str, list[tuple[str, int, Variant]]]]:
         """Variants for drawing: the title of a panel, and label, style and variant of each line in it.
@@ -172,16 +181,27 @@ def _of_what(budget: str) -> str:
     return budget if " of the " in budget else f"{budget} of the weights"
 
 
+def parts(runs: Sequence[Run]) -> list[Runs]:
+    """The runs of each data set and model: only these are compared with each other."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.data, run.model), []).append(run)
+    return [arrange(group) for group in groups.values()]
+
+
 def arrange(runs: Sequence[Run]) -> Runs:
-    """Group the runs: by what their budgets count, methods in the order given, budgets from large to small."""
+    """Group runs of one data set and model.
+
+    By what their budgets count; methods in the order given, budgets from large to small.
+    """
     labels = _labels(runs)
     methods = [label for run, label in zip(runs, labels, strict=True) if run.kept < run.size]
     styles = {label: number for number, label in enumerate(dict.fromkeys([*methods, *labels]))}
     groups: dict[tuple[str, str, int, str, str], list[Run]] = {}
     for run, label in zip(runs, labels, strict=True):
-        groups.setdefault((label, run.unit, run.size, share_text(_asked(run)), repr(_options(run.recipe))), []).append(
-            run
-        )
+        groups.setdefault(
+            (label, run.unit, run.size, names.budget(_asked(run)), repr(_options(run.recipe))), []
+        ).append(run)
     variants = [_variant(label, styles[label], group) for (label, *_), group in groups.items()]
     units = list(dict.fromkeys(run.unit for run in runs))
     variants.sort(key=lambda variant: (units.index(variant.unit), -round(variant.share, 6), variant.style))
@@ -194,10 +214,8 @@ def arrange(runs: Sequence[Run]) -> Runs:
 def _variant(method: str, style: int, runs: Sequence[Run]) -> Variant:
     first, asked = runs[0], _asked(runs[0])
     share = sum(run.kept for run in runs) / sum(run.size for run in runs)
-    budget, label = share_text(asked), f"{method}, {share_text(asked)}"
-    if first.unit != "weights":
-        budget, label = f"{budget} of the {first.unit}", f"{label} {first.unit}"
-    label = method if share == 1 else label
+    budget = names.budget(asked) + ("" if first.unit == "weights" else f" of the {first.unit}")
+    label = method if share == 1 else f"{method}, {names.budget(asked, first.unit)}"
     seeds = sorted(runs, key=lambda run: run.seed)
     return Variant(method, style, seeds, first.kind, first.unit, share, asked, budget, label)
 
@@ -219,7 +237,7 @@ def _compared_by(runs: Sequence[Run], attacks: Sequence[Key]) -> Key | None:
 
 def _labels(runs: Sequence[Run]) -> list[str]:
     """A name for each run's method: pruner and strategy, and the options that differ if that is ambiguous."""
-    labels, options = [_method(run.recipe) for run in runs], [_options(run.recipe) for run in runs]
+    labels, options = [names.method(_pruner_of(run.recipe)) for run in runs], [_options(run.recipe) for run in runs]
     # The unit of a pruned network is in its label anyway; a dense one has none.
     groups: dict[tuple[str, str], list[int]] = {}
     for index, run in enumerate(runs):
@@ -227,14 +245,14 @@ def _labels(runs: Sequence[Run]) -> list[str]:
     for (label, _), members in groups.items():
         recipes: dict[tuple[int, str], set[str]] = {}  # at each budget
         for index in members:
-            recipes.setdefault((runs[index].size, share_text(_asked(runs[index]))), set()).add(repr(options[index]))
+            recipes.setdefault((runs[index].size, names.budget(_asked(runs[index]))), set()).add(repr(options[index]))
         if all(len(same) == 1 for same in recipes.values()) and len({size for size, _ in recipes}) == 1:
             continue
         keys = dict.fromkeys(key for index in members for key in options[index])
         differ = [key for key in keys if len({repr(options[index].get(key)) for index in members}) > 1][:_OPTIONS]
         for index in members:
-            words = [f"{key.rsplit('.', 1)[-1]}={options[index][key]}" for key in differ if key in options[index]]
-            labels[index] = f"{label}:{','.join(words)}" if words else label
+            words = [f"{_said(key)} {shorten(str(options[index][key]), 20)}" for key in differ if key in options[index]]
+            labels[index] = f"{label} ({', '.join(words)})" if words else label
     return labels
 
 
@@ -251,11 +269,9 @@ def _asked(run: Run) -> float:
     return keep if isinstance(keep, float) else run.kept / run.size
 
 
-def _method(recipe: dict[str, Any]) -> str:
-    pruner = _pruner_of(recipe)
-    strategy = pruner.get("strategy")
-    extra = "" if strategy is None else f"+{strategy}" if isinstance(strategy, str) else "+given rates"
-    return f"{pruner.get('name', 'unnamed')}{extra}"
+def _said(key: str) -> str:
+    """The last word of an option's path; the name of a part of the recipe goes by that part."""
+    return key.removesuffix(".name").rsplit(".", 1)[-1].replace("_", " ")
 
 
 def _options(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """The report's chapters on the network: where the budget went, what the weights look like, training and cost."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harp.experiments.records import StageFile
 from harp.pruning import masks
+from harp.reports import plots
 from harp.reports.html.accuracy import per_cent
-from harp.reports.html.blocks import Block, Figure, Section, Table, figure, folded, section
+from harp.reports.html.blocks import Block, Figure, Fold, Section, Table, figure, folded, section
 from harp.reports.html.collect import Run
 from harp.reports.html.groups import Runs, Variant
 from harp.reports.plots import Chart, Series
@@ -17,73 +19,48 @@ from harp.system.progress import duration
 from harp.system.tensors import load_tensors
 
 _EPOCHS = 120  # rows of a table of epochs; the data file has all
-_BEFORE = 13  # the style of the network before pruning, which few comparisons use otherwise
 _BINS, _FEW_BINS, _MANY = 32, 16, 200  # bins of a histogram, fewer if there are not many weights
 
 
 def layers(runs: Runs) -> Section | None:
-    """The share and the number of weights or channels that every layer keeps, and how many multiplications are left."""
-    shapes: dict[tuple[str, ...], list[Variant]] = {}
-    for variant in runs.pruned or runs.variants:
-        names = [layer.name for layer in variant.runs[0].summary.layers]
-        shapes.setdefault((variant.kind, *names), []).append(variant)
-    figures = []
-    for (kind, *names), variants in shapes.items():
-        channels = kind == "channels"
-        sizes = [float(layer.size) for layer in variants[0].runs[0].summary.layers]
-        first = ("read by" if channels else "layer", kind, sizes)
-        axis = (
-            "channels kept, by the layer that reads them (%)"
-            if channels
-            else "weights kept of each layer (%, log scale)"
-        )
-        figures.append(_layer_figure(runs, f"{kind} rates", axis, variants, names, _rates, first))
-        axis = f"{'width, by the layer that reads it' if channels else 'weights kept in each layer'} (log scale)"
-        figures.append(_layer_figure(runs, f"{kind} numbers", axis, variants, names, _numbers, first, before=channels))
+    """What every layer keeps, at the budget of the network to show first; other budgets on demand."""
+    shapes: dict[tuple[str, str, tuple[str, ...]], list[Variant]] = {}
+    for variant in sorted(runs.pruned or runs.variants, key=lambda variant: variant.budget != runs.lead.budget):
+        names = tuple(layer.name for layer in variant.runs[0].summary.layers)
+        shapes.setdefault((variant.kind, variant.budget, names), []).append(variant)
+    figures = [_layers(kind, budget, variants) for (kind, budget, _), variants in shapes.items()]
     kinds = {kind for kind, *_ in shapes}
     more = ""
     if kinds != {"channels"}:
         more += " Learned ones usually keep the first and the last layers denser than those with most of the weights."
     if "channels" in kinds:
         more += " Channels that the same weights write and read are one row, named after the first that reads them."
-    return section("layers", [*figures, *_multiplications(runs)], kinds=more)
+    return section("layers", [*folded(figures, "budgets"), *_multiplications(runs)], kinds=more)
 
 
-def _layer_figure(
-    runs: Runs,
-    name: str,
-    axis: str,
-    variants: Sequence[Variant],
-    names: Sequence[str],
-    values: Callable[[Variant], list[float]],
-    first: tuple[str, str, list[float]],
-    before: bool = False,
-    **more: str,
-) -> Figure:
-    """A row per layer, a line per network.
-
-    `first` is the first two columns of the table: their titles and the numbers of the network before pruning, which
-    are drawn too if `before`.
-    """
-    short, (row_title, column_title, sizes) = [name.removesuffix(".weight") for name in names], first
-    unit, log = " %" if values is _rates else "", "log scale" in axis
-    drawn = [Series("before pruning", _BEFORE, range(len(names)), sizes)] if before else []
-    chart = Chart("", axis, "", drawn, short, unit=unit, log=log, whole=not log)
-    columns = [values(variant) for variant in variants]
-    rows = [
-        [layer, f"{sizes[row]:,.0f}", *(f"{c[row]:.3g} %" if unit else f"{c[row]:,.0f}" for c in columns)]
-        for row, layer in enumerate(short)
+def _layers(kind: str, budget: str, variants: Sequence[Variant]) -> Figure:
+    """The layers of some networks: bars of a single one, else a point for each."""
+    rows = [layer.model_dump() for layer in variants[0].runs[0].summary.layers]
+    chart = plots.layers(rows, kind)
+    if len(variants) > 1 or len(variants[0].runs) > 1:
+        places = range(len(rows))
+        series = [Series(one.method, one.style, places, _rates(one)) for one in variants]
+        chart = replace(chart, series=series, kind="marks", levels=[], x=chart.x.split(";")[0])
+    counts = [_numbers(variant) for variant in variants]
+    rates = [_rates(variant) for variant in variants]
+    cells = [
+        [
+            name,
+            f"{layer['size']:,}",
+            *(f"{n[row]:,.0f} ({share[row]:.3g} %)" for n, share in zip(counts, rates, strict=True)),
+        ]
+        for row, (name, layer) in enumerate(zip(chart.rows, rows, strict=True))
     ]
-    if values is _macs:
-        rows.append(["all layers", *(f"{sum(column):,.0f}" for column in (sizes, *columns))])
     note = "Means over the seeds." if any(len(variant.runs) > 1 for variant in variants) else ""
-    return figure(
-        name,
-        runs.charts(variants, lambda variant: (range(len(names)), values(variant), (), ()), chart),
-        Table([row_title, column_title, *(variant.label for variant in variants)], rows, note=note),
-        empty=" A layer that keeps nothing has no mark." if any(0 in column for column in columns) else "",
-        **more,
-    )
+    empty = " A layer that keeps nothing has no mark." if any(0 in column for column in counts) else ""
+    first = "read by" if kind == "channels" else "layer"
+    table = Table([first, kind, *(variant.label for variant in variants)], cells, note=note)
+    return figure(f"{kind} rates", [chart], table, empty=empty, budget=budget)
 
 
 def _means(seeds: Iterable[Iterable[float]]) -> list[float]:
@@ -99,32 +76,36 @@ def _numbers(variant: Variant) -> list[float]:
     return _means((layer.kept for layer in run.summary.layers) for run in variant.runs)
 
 
-def _macs(variant: Variant) -> list[float]:
-    costs = [run.summary.cost for run in variant.runs if run.summary.cost]
-    return _means((layer.macs_kept for layer in cost.layers) for cost in costs)
-
-
-def _multiplications(runs: Runs) -> list[Figure]:
-    """The multiplications of every layer before and after pruning, one figure per architecture."""
+def _multiplications(runs: Runs) -> list[Block]:
+    """The multiplications of every layer before and after pruning, one table per architecture."""
     alike: dict[tuple[tuple[str, int], ...], list[Variant]] = {}
     for variant in runs.pruned or runs.variants:
         costs = [run.summary.cost.layers if run.summary.cost else [] for run in variant.runs]
         shapes = {tuple((layer.name, layer.macs) for layer in layers) for layers in costs}
         if len(shapes) == 1 and costs[0]:
             alike.setdefault(shapes.pop(), []).append(variant)
-    figures = []
+    tables: list[Block] = []
     for layers, variants in alike.items():
         kinds = {variant.kind for variant in variants}
-        saved = " Only software that skips zeros saves those of pruned weights." * ("weights" in kinds)
-        saved += " Any software saves those of channels that were cut out." * ("channels" in kinds)
-        names, first = [name for name, _ in layers], ("layer", "before pruning", [float(macs) for _, macs in layers])
-        axis = "multiplications of one image (log scale)"
-        figures.append(_layer_figure(runs, "macs", axis, variants, names, _macs, first, before=True, saved=saved))
-    return figures
+        note = "How often one image is multiplied by a weight of each layer."
+        note += " Only software that skips zeros saves those of pruned weights." * ("weights" in kinds)
+        note += " Any software saves those of channels that were cut out." * ("channels" in kinds)
+        columns = [[float(macs) for _, macs in layers], *map(_macs, variants)]
+        rows = [[n.removesuffix(".weight"), *(f"{c[row]:,.0f}" for c in columns)] for row, (n, _) in enumerate(layers)]
+        rows.append(["all layers", *(f"{sum(column):,.0f}" for column in columns)])
+        titles = ["layer", "before pruning", *(variant.label for variant in variants)]
+        table = Table(titles, rows, "Multiplications (MACs) per layer", note)
+        tables.append(Fold(table.title, [table]))
+    return tables
+
+
+def _macs(variant: Variant) -> list[float]:
+    costs = [run.summary.cost for run in variant.runs if run.summary.cost]
+    return _means((layer.macs_kept for layer in cost.layers) for cost in costs)
 
 
 def learning(runs: Runs) -> Section | None:
-    """Accuracy, loss, budget loss and γ over the epochs of all stages."""
+    """Accuracy and loss over the epochs of all stages; the table has the rest."""
     figures = [_training(variant, variant.runs[0]) for variant in runs.led() if _epochs(variant.runs[0])]
     seeds = " Of several seeds the first is shown." if runs.seeds else ""
     return section("learning", folded(figures, "networks"), seeds=seeds)
@@ -135,48 +116,21 @@ def _epochs(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
     return [(file.stage, record) for file in run.stages.values() if file for record in file.history]
 
 
-_TRAINING_CHARTS = (
-    ("accuracy on held-out images (%)", ("natural", "robust"), 100.0),
-    ("training loss", ("loss",), 1.0),
-    ("budget loss L_HW (share above the budget)", ("budget_loss",), 1.0),
-    ("γ, weight of the budget loss", ("gamma",), 1.0),
-)
-_NAMES = {"natural": "natural", "robust": "robust", "loss": "loss", "budget_loss": "budget loss", "gamma": "γ"}
-
-
 def _training(variant: Variant, run: Run) -> Figure:
     epochs = _epochs(run)
     stages, chosen, start = [], [], 0
     for file in run.stages.values():
         if file and file.history:
-            stages.append((file.stage, len(file.history)))
+            stages.append((file.stage, file.history))
             chosen += [start + file.chosen_epoch - 1] if file.chosen_epoch else []
             start += len(file.history)
-    charts = []
-    for label, keys, factor in _TRAINING_CHARTS:
-        columns = {key: [_number(record.get(key)) for _, record in epochs] for key in keys}
-        columns = {key: values for key, values in columns.items() if any(value is not None for value in values)}
-        series = [
-            Series(
-                _NAMES[key],
-                list(_NAMES).index(key),
-                range(1, start + 1),
-                [None if value is None else factor * value for value in values],
-                rings=chosen if factor == 100 and key == list(columns)[-1] else (),
-            )
-            for key, values in columns.items()
-        ]
-        if series:
-            unit = " %" if factor == 100 else ""
-            charts.append(Chart("", "epoch", label, series, unit=unit, marked=start <= 30, stages=stages))
-    known = {key for _, record in epochs for key in record}
-    losses = ""
-    if "loss" in known:
-        losses += " The loss is that of the objective (under attack, L_rob)."
-    if "budget_loss" in known:
-        losses += " The budget loss is how far the learned rates are above the budget, relative to it."
-    values = {"network": variant.label, "seed": run.seed, "losses": losses}
-    return figure("training", charts, _epoch_table(epochs), **values)
+    charts = [plots.training(stages, chosen)]
+    losses = [_number(record.get("loss")) for _, record in epochs]
+    if any(loss is not None for loss in losses):
+        loss = Series("loss", 2, range(1, start + 1), losses)
+        charts.append(replace(charts[0], y="training loss", series=[loss], unit="", whole=False))
+    values = {"network": variant.label, "seed": run.seed}
+    return figure("training", [chart for chart in charts if chart.series], _epoch_table(epochs), **values)
 
 
 def _number(value: object) -> float | None:
@@ -237,9 +191,9 @@ def histograms(run: Run) -> list[Histogram]:
 
 
 def weights(runs: Runs, measured: Mapping[str, Sequence[Histogram]]) -> Section | None:
-    """The distribution of the kept weights, layer by layer; `measured` is by the label of the variant."""
+    """The distribution of the kept weights of the network to show first; `measured` is by the label of the variant."""
     figures = [_weights(variant, measured[variant.label]) for variant in runs.led() if measured.get(variant.label)]
-    return section("weights", folded(figures, "networks"), seeds=" (the first seed)" if runs.seeds else "")
+    return section("weights", figures[:1], seeds=" (the first seed)" if runs.seeds else "")
 
 
 def _weights(variant: Variant, measured: Sequence[Histogram]) -> Figure:
@@ -301,9 +255,14 @@ def _times(runs: Runs) -> Table:
     if len(runs.all) > 1:
         rows.append(["all together", "", "", *_spent(list(stages.values()))])
         note = "Stages that runs share are in the time of each, and once in the sum."
-    measured = sorted({file.energy.by for file in stages.values() if file.energy and file.energy.by})
-    note += f" Energy measured by {', '.join(measured)}." if measured else ""
+    sources = dict.fromkeys(_source(file.energy.by) for file in stages.values() if file.energy and file.energy.by)
+    note += f" Energy: {'; '.join(sources)}." if sources else ""
     return Table(["network", "seed", "epochs", "time", "energy", "CO₂"], rows, "Training", note.strip())
+
+
+def _source(by: str) -> str:
+    """How an energy was found, without the hours of a stage, which its row has: then it is said once."""
+    return re.sub(r"x [\d.e+-]+ h x", "x hours x", by)
 
 
 def _spent(stages: Sequence[StageFile]) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import yaml
 
+from harp.evaluation import accuracy_drop
 from harp.experiments.records import Checks, Corruptions, Curve, Distances
 from harp.reports.html.accuracy import attack_text, per_cent
 from harp.reports.html.blocks import Block, Code, Fold, Section, Table, section
@@ -39,13 +40,24 @@ def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
 
 
 def warnings(runs: Runs) -> list[str]:
-    """The warnings of the runs themselves: networks at chance level, budgets that were not met in training."""
-    single = len(runs.all) == 1
+    """The warnings of the runs themselves: networks at chance level, budgets that were not met in training.
+
+    Of several runs, those with the same result share one line.
+    """
+    if len(runs.all) == 1:
+        return list(runs.all[0].summary.warnings or ())
+    failed: dict[str, list[str]] = {}
+    lines = []
+    for variant in runs.variants:
+        for run in variant.runs:
+            if run.remark:
+                failed.setdefault(run.remark, []).append(f"{variant.label}, seed {run.seed}")
+            texts = [text for text in run.summary.warnings or () if not text.startswith(accuracy_drop.BEGINNINGS)]
+            lines += [f"{variant.label}, seed {run.seed}: {text}" for text in texts]
+    advice = "Try more epochs of fine-tuning, a larger keep, or another method or strategy."
     return [
-        text if single else f"{variant.label}, seed {run.seed}: {text}"
-        for variant in runs.variants
-        for run in variant.runs
-        for text in run.summary.warnings or ()
+        *(f"{remark[0].upper()}{remark[1:]}: {'; '.join(which)}. {advice}" for remark, which in failed.items()),
+        *lines,
     ]
 
 
@@ -102,7 +114,6 @@ def _differences(runs: Runs) -> list[str]:
         counted = ", ".join(runs.units)
         lines.append(f"The budgets count different things ({counted}): their shares can't be compared with each other.")
     properties: list[tuple[str, set[str]]] = [
-        ("data sets", {run.data for run in runs.all}),
         ("measures", {result.measure for run in runs.all for result in run.results}),
     ]
     for unit in dict.fromkeys(run.unit for run in runs.all):

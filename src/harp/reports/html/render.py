@@ -16,10 +16,10 @@ from harp.experiments.records import Examples
 from harp.reports import plots, templating
 from harp.reports.html.blocks import Block, Figure, Fold, Report, Table, Verdicts
 from harp.reports.html.collect import Run
-from harp.reports.html.groups import NATURAL, Estimate, Runs
+from harp.reports.html.groups import NATURAL, Estimate, Runs, Variant
 from harp.reports.html.network import Histogram
 
-FORMAT = 1  # of the data
+FORMAT = 2  # of the data
 SIGNS = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
 
 
@@ -55,39 +55,49 @@ def _fence(code: str) -> str:
     return "`" * max([3, *(len(run) + 1 for run in re.findall("`+", code))])
 
 
-def data(report: Report, runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> dict[str, Any]:
+def data(
+    report: Report, parts: Sequence[Runs], histograms: Sequence[Mapping[str, Sequence[Histogram]]]
+) -> dict[str, Any]:
     """Everything on the page except the images: the records of all runs, how they are grouped, and every table."""
-    networks = [
-        {
-            "label": variant.label,
-            "method": variant.method,
-            "kind": variant.kind,
-            "unit": variant.unit,
-            "kept": variant.share,
-            "seeds": [run.seed for run in variant.runs],
-            "runs": [run.folder.name for run in variant.runs],
-            "accuracy": [
-                {"attack": key[0], "epsilon": key[1], "norm": key[2] or None}
-                | {"before": _score(variant.before(key)), "after": _score(variant.after(key))}
-                for key in (NATURAL, *runs.attacks)
-            ],
-            "weights": [asdict(one) for one in histograms.get(variant.label, [])],
-        }
-        for variant in runs.variants
-    ]
     return {
         "format": FORMAT,
         "harp": harp.__version__,
         "title": report.title,
         "subtitle": report.subtitle,
-        "headline": report.headline,
-        "warnings": [*report.warnings, *report.notes],
-        "networks": networks,
-        "runs": [_run(run) for run in runs.all],
-        "sections": [
-            {"title": section.title, "tables": [table for block in section.blocks for table in _tables(block)]}
-            for section in report.sections
+        "parts": [
+            {
+                "title": part.title,
+                "subtitle": part.subtitle,
+                "headline": part.headline,
+                "warnings": [*part.warnings, *part.notes],
+                "networks": [_network(variant, runs, measured) for variant in runs.variants],
+                "sections": [
+                    {"title": section.title, "tables": [table for block in section.blocks for table in _tables(block)]}
+                    for section in part.sections
+                ],
+            }
+            for part, runs, measured in zip(report.parts, parts, histograms, strict=True)
         ],
+        "runs": [_run(run) for runs in parts for run in runs.all],
+    }
+
+
+def _network(variant: Variant, runs: Runs, histograms: Mapping[str, Sequence[Histogram]]) -> dict[str, Any]:
+    return {
+        "label": variant.label,
+        "method": variant.method,
+        "kind": variant.kind,
+        "unit": variant.unit,
+        "kept": variant.share,
+        "remark": variant.remark or None,
+        "seeds": [run.seed for run in variant.runs],
+        "runs": [run.folder.name for run in variant.runs],
+        "accuracy": [
+            {"attack": key[0], "epsilon": key[1], "norm": key[2] or None}
+            | {"before": _score(variant.before(key)), "after": _score(variant.after(key))}
+            for key in (NATURAL, *runs.attacks)
+        ],
+        "weights": [asdict(one) for one in histograms.get(variant.label, [])],
     }
 
 
