@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from harp.pruning.methods import TwinRep as TwinRep
     from harp.pruning.units import Units as Units
     from harp.pruning.units import Weights as Weights
+    from harp.reports.pictures import plot as plot
     from harp.system.distributed.fabric import launch as launch
     from harp.system.distributed.peers import of_this_run as peers
     from harp.training.base import Objective as Objective
@@ -161,6 +162,7 @@ _HOMES = {
     "load_run": "harp.experiments.run_folder",
     "load_weights": "harp.models.weights",
     "peers": "harp.system.distributed.peers",
+    "plot": "harp.reports.pictures",
     "save_masks": "harp.pruning.masks",
     "save_model": "harp.models.weights",
     "schedules": "harp.pruning.schedules",

@@ -18,7 +18,7 @@ def is_large(after: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether the drop between two results of one test is large, and not only one between two draws of images."""
     constant = constant_accuracy(after["totals"], is_balanced(after)) if any(after["totals"]) else 0.0
     had, has = before["value"] - constant, after["value"] - constant
-    return had > 0 and has < LEFT * had and after["high"] < before["low"]
+    return bool(had > 0 and has < LEFT * had and after["high"] < before["low"])
 
 
 def large(

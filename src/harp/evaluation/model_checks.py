@@ -12,6 +12,7 @@ from harp.errors import HarpError
 from harp.models.modes import evaluating
 from harp.pruning.channels import Channels
 from harp.pruning.units import Weights
+from harp.system.notebook import html_table
 
 Verdict = Literal["good", "look", "bad"]
 
@@ -44,6 +45,13 @@ class Examination:
     def healthy(self) -> bool:
         """Whether no verdict is bad."""
         return all(finding.verdict != "bad" for finding in self.findings)
+
+    def _repr_html_(self) -> str:
+        signs = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
+        rows = [[one.check, signs[one.verdict], one.text] for one in self.findings]
+        weights = sum(layer["size"] for layer in self.layers)
+        title = f"{weights:,} weights in {len(self.layers)} layers can be pruned"
+        return html_table(title, ("check", "", "finding"), rows)
 
     def as_dict(self) -> dict[str, Any]:
         """The examination as plain data."""

@@ -17,6 +17,7 @@ from harp.evaluation.runner import BATCH, AttackRun
 from harp.system.distributed.peers import Alone
 from harp.system.library_progress import of_this_call
 from harp.system.progress import Quiet
+from harp.system.notebook import html_table
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class Score:
     correct: tuple[int, ...]
     totals: tuple[int, ...]
     protocol: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        low, high = self.interval()
+        return f"Score({self.name}: {self.accuracy:.1%} of {self.n:,} images, 95 % interval {low:.1%} – {high:.1%})"
+
+    def _repr_html_(self) -> str:
+        low, high = self.interval()
+        row = [self.name, f"{self.accuracy:.1%}", f"{low:.1%} – {high:.1%}", f"{self.n:,}"]
+        return html_table("accuracy", ("test", "accuracy", "95 % interval", "images"), [row])
 
     @property
     def n(self) -> int:

@@ -244,24 +244,26 @@ class Comparison:
             records = [*self._given(records), *records]
         epsilon = next((record["epsilon"] for record in records if record["failed"] is None), "–")
         title = self.attack if epsilon == "–" else f"{self.attack}, ε {epsilon}"
-        outcome: dict[str, Any] = {
-            "study": self.study.name,
-            "description": self.study.description,
-            "harp": __version__,
-            "data": self.data.name,
-            "source": self.data.source,
-            "model": self.study.recipe.model.name,
-            "size": self.size,
-            "unit": self.units.noun,
-            "seeds": list(self.study.seeds),
-            "attack": title,
-            "rank_by": self.attack,
-            "protocol": self.study.protocol,
-            "protocol_meaning": self.protocol.meaning,
-            "measure": "balanced accuracy" if self.data.balanced else "accuracy",
-            "rows": table.rows(records),
-            "runs": records,
-        }
+        outcome = table.Results(
+            {
+                "study": self.study.name,
+                "description": self.study.description,
+                "harp": __version__,
+                "data": self.data.name,
+                "source": self.data.source,
+                "model": self.study.recipe.model.name,
+                "size": self.size,
+                "unit": self.units.noun,
+                "seeds": list(self.study.seeds),
+                "attack": title,
+                "rank_by": self.attack,
+                "protocol": self.study.protocol,
+                "protocol_meaning": self.protocol.meaning,
+                "measure": "balanced accuracy" if self.data.balanced else "accuracy",
+                "rows": table.rows(records),
+                "runs": records,
+            }
+        )
         files.write_json(self.folder / "results.json", outcome)
         files.write_text(self.folder / "table.md", table.markdown(outcome))
         return outcome

@@ -19,6 +19,7 @@ from harp.models.weights import load_weights
 from harp.pruning import allocation, rounding
 from harp.pruning.channels import TARIFFS, Channels
 from harp.pruning.units import Units, Weights, exact
+from harp.system.notebook import html_table
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,19 @@ class Subject:
         return Weights(net, example=images, **options)
 
 
-def spread(units: Units, strategy: str, keep: float, *, as_published: bool = False) -> list[dict[str, Any]]:
+class Spread(list[dict[str, Any]]):
+    """Name, size and kept units of every layer, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        total = {"name": "total", **{key: sum(layer[key] for layer in self) for key in ("size", "kept")}}
+        rows = [
+            [one["name"], f"{one['size']:,}", f"{one['kept']:,}", f"{one['kept'] / one['size']:.3%}"]
+            for one in [*self, total]
+        ]
+        return html_table("what each layer keeps", ("layer", "size", "kept", "rate"), rows)
+
+
+def spread(units: Units, strategy: str, keep: float, *, as_published: bool = False) -> Spread:
     """Name, size and kept units of every layer under a strategy.
 
     `as_published` rounds every layer on its own, as in the papers' tables, whose sum may miss the budget by a few
@@ -102,7 +115,7 @@ def spread(units: Units, strategy: str, keep: float, *, as_published: bool = Fal
         proportions = allocation.PROPORTIONS[strategy](units, total)
         counts = [round(count) for count in rounding.scale_to(proportions, units, total).tolist()]
     rows = zip(units.names, units.sizes, counts, strict=True)
-    return [{"name": name, "size": size, "kept": kept} for name, size, kept in rows]
+    return Spread({"name": name, "size": size, "kept": kept} for name, size, kept in rows)
 
 
 def totals(units: Units, counts: Sequence[int]) -> dict[str, tuple[int, int]]:

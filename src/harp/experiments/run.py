@@ -74,6 +74,13 @@ class Outcome:
     results: list[dict[str, Any]]  # of the finished network
     dense: list[dict[str, Any]]  # of the network before pruning
 
+    def __repr__(self) -> str:
+        tests = ", ".join(f"{result['name']} {result['value']:.1%}" for result in self.results)
+        return f"Outcome({self.folder}: {tests})"
+
+    def _repr_html_(self) -> str:
+        return run_folder.results_table(self.folder.name, self.dense, self.results)
+
 
 class Run:
     """A recipe with its data, model and limits: everything is built and checked before anything is written.

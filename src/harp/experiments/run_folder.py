@@ -36,6 +36,7 @@ from harp.pruning.channels import Cut
 from harp.pruning.masks import Masks
 from harp.system import files
 from harp.system.progress import Quiet
+from harp.system.notebook import html_table
 from harp.system.tensors import load_tensors
 
 logger = logging.getLogger("harp")
@@ -294,6 +295,15 @@ class LoadedRun:
     dense_bytes: int
     finished: Finished
 
+    def __repr__(self) -> str:
+        budget = budget_of(self.summary)
+        tests = ", ".join(f"{result['name']} {result['value']:.1%}" for result in self.summary["results"])
+        return f"LoadedRun({self.folder}: {budget['kept']:,} of {budget['size']:,} {budget['unit']}, {tests})"
+
+    def _repr_html_(self) -> str:
+        warnings = " ".join(self.finished.warnings)
+        return results_table(self.folder.name, self.summary.get("dense", ()), self.finished.results, warnings)
+
     @property
     def folder(self) -> Path:
         """The run's folder."""
@@ -427,6 +437,24 @@ def budget_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The budget of a run: what it counts, of which units, and how much is kept. Older runs count weights."""
     weights = {key: sum(layer[key] for layer in summary["layers"]) for key in ("size", "kept")}
     return {"kind": "weights", "unit": "weights", **weights, **(summary.get("budget") or {})}
+
+
+def results_table(
+    title: str, dense: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, Any]], note: str = ""
+) -> str:
+    """The accuracies of a run, before and after pruning, as a table for a notebook."""
+    before = {result["name"]: f"{result['value']:.1%}" for result in dense}
+    rows = [
+        [
+            r["name"],
+            before.get(r["name"], "–"),
+            f"{r['value']:.1%}",
+            f"{r['low']:.1%} – {r['high']:.1%}",
+            f"{sum(r['totals']):,}",
+        ]
+        for r in results
+    ]
+    return html_table(title, ("test", "before", "after", "95 % interval", "images"), rows, note)
 
 
 def plain_correct(result: Mapping[str, Any]) -> tuple[int, int]:

@@ -5,9 +5,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harp.evaluation.confidence import interval
+from harp.system.notebook import html_table
 from harp.system.progress import duration
 
 Record = Mapping[str, Any]  # a run: method, keep, seed, and its results or why it failed
+
+
+class Results(dict[str, Any]):
+    """The content of `results.json`, which a notebook shows as the tables of its budgets."""
+
+    def _repr_html_(self) -> str:
+        titles = columns(self["attack"], self["unit"])
+        return "".join(html_table(title, titles, body) for title, body in blocks(self))
 
 
 def rows(records: Sequence[Record]) -> list[dict[str, Any]]:

@@ -1,3 +1,3 @@
 """Pages, cards, plots, tables, and files for leaderboards."""
 
-__all__ = ["card", "claims", "html", "leaderboards", "names", "plots", "tables"]
+__all__ = ["card", "claims", "html", "leaderboards", "names", "pictures", "plots", "tables"]

@@ -46,7 +46,7 @@ def run(recipe: Recipe) -> str:
     pruner = next((stage.pruner for stage in reversed(recipe.stages) if stage.prunes), {"name": "dense"})
     label = method(pruner)
     if "keep" in pruner:
-        label += f", {budget(pruner['keep'])}"
+        label += f", {budget(float(pruner['keep']))}"
     return network(label, recipe.model.name, recipe.data.name)
 
 

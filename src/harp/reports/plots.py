@@ -17,7 +17,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from harp.errors import MissingExtra
+from harp.errors import MissingExtra, RecipeError
 from harp.evaluation.accuracy_drop import CHANCE
 from harp.reports.tables import count_text
 from harp.system import files
@@ -34,12 +34,12 @@ _INK, _SOFT, _AXIS, _GRID, _TINT, _LEVEL = "#1b1d22", "#5b616b", "#9a9fa8", "#ec
 _NAMES = {_INK: "ink", _SOFT: "soft", _AXIS: "axis", _GRID: "grid", _TINT: "tint", _LEVEL: "level", "#ffffff": "card"}
 _NAMES |= {colour: f"c{number}" for number, colour in enumerate(_COLOURS)}  # variables of the page's style sheet
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")  # characters that SVG can't hold
-_WIDTH = 330  # of a drawing in a page, in pixels: readable one to one on a phone
+_WIDTH = 310  # of a drawing in a page, in pixels: readable one to one on a phone
 _SIZE = 9.5  # of its letters
 _NAME = 25  # letters in a line of a row's name, which has two lines at most
 _LABEL = 38  # letters in a line below the axis of a drawing with rows; without them there is more room
 _TITLE = 52  # letters in a line of a file's title
-_DPI = 200  # of a picture in a file: three times as sharp as a page on a phone
+_DPI = 240  # of a picture in a file: three times as sharp as a page on a phone
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,10 @@ def comparison(
 
 
 def _tested(name: str, style: int, x: Sequence[float], networks: Sequence[Measured], test: str) -> Series:
-    columns = zip(*(network.results.get(test) or (None, None, None) for network in networks), strict=True)
+    results = [network.results.get(test) or (None, None, None) for network in networks]
+    y, low, high = ([result[part] for result in results] for part in range(3))
     hollow = [index for index, network in enumerate(networks) if network.remark]
-    return Series(name, style, x, *columns, hollow=hollow)
+    return Series(name, style, x, y, low, high, hollow=hollow)
 
 
 def layers(rows: Sequence[Mapping[str, Any]], kind: str) -> Chart:
@@ -216,13 +217,14 @@ def picture(title: str, charts: Iterable[Chart], warned: bool = False) -> "Figur
     return figure
 
 
-def save(figure: "Figure", folder: Path, name: str) -> list[Path]:
-    """Write a picture as PNG and SVG."""
-    paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
-    for path in paths:
-        with files.atomic(path) as temporary:
-            _write(figure, temporary, path.suffix[1:], dpi=_DPI)
-    return paths
+def save(figure: "Figure", path: Path) -> Path:
+    """Write a picture to a file; its ending says the format."""
+    kinds = figure.canvas.get_supported_filetypes()
+    if (kind := path.suffix.removeprefix(".")) not in kinds:
+        raise RecipeError(f"picture {path}: the ending has to be one of {', '.join(sorted(kinds))}")
+    with files.atomic(path) as temporary:
+        write(figure, temporary, kind, dpi=_DPI)
+    return path
 
 
 def draw(
@@ -238,16 +240,18 @@ def draw(
     `kind` is what the layers count: weights or channels. `warned`: the network is not what was hoped for.
     """
     charts = [layers(rows, kind), training(list(stages.items()))]
-    return save(picture(title, charts, warned), folder, "layers")
+    figure = picture(title, charts, warned)
+    return [save(figure, folder / f"layers.{suffix}") for suffix in ("png", "svg")]
 
 
 def draw_study(folder: Path, outcome: Mapping[str, Any]) -> list[Path]:
     """Save the results of a study, accuracy over sparsity, as `robust.png` and `.svg`."""
-    return save(study(outcome), folder, "robust")
+    figure = picture(*study(outcome))
+    return [save(figure, folder / f"robust.{suffix}") for suffix in ("png", "svg")]
 
 
-def study(outcome: Mapping[str, Any]) -> "Figure":
-    """The picture of a study: robust and natural accuracy of every method at every budget.
+def study(outcome: Mapping[str, Any]) -> tuple[str, list[Chart]]:
+    """Title and charts of a study: robust and natural accuracy of every method at every budget.
 
     Its rows are those of `harp.experiments.table`: within a budget the best is first, and so it is in the legend.
     """
@@ -265,7 +269,7 @@ def study(outcome: Mapping[str, Any]) -> "Figure":
         for row in rows
     ]
     title = f"{outcome['study']}: {outcome['model']} on {outcome['data']}"
-    return picture(title, comparison(networks, list(tests), outcome["unit"]))
+    return title, comparison(networks, list(tests), outcome["unit"])
 
 
 def _ends(mean: float, half: float | None) -> tuple[float, float, float]:
@@ -314,7 +318,7 @@ def _figure(width: float, height: float, **options: Any) -> "Figure":
     return Figure(figsize=(width, height), **options)
 
 
-def _write(figure: "Figure", file: Path | io.StringIO, kind: str, **options: Any) -> None:
+def write(figure: "Figure", file: Path | io.StringIO | io.BytesIO, kind: str, **options: Any) -> None:
     """Write a figure; a dollar sign in a name starts no formula, and letters that the font lacks cause no warning."""
     from matplotlib.text import Text
 
@@ -527,7 +531,7 @@ def _svg(figure: "Figure", title: str, tips: Sequence[Sequence[str]]) -> str:
     figure.patch.set_visible(False)
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "harp"}):
-        _write(figure, file, "svg", metadata={"Date": None})
+        write(figure, file, "svg", metadata={"Date": None})
     root = ElementTree.fromstring(_CONTROL.sub("", file.getvalue()))
     for element in root.iter():
         element.tag = element.tag.rpartition("}")[2]

@@ -7,6 +7,7 @@ __all__ = [
     "library_progress",
     "memory",
     "nearest",
+    "notebook",
     "numbers",
     "pickle_scan",
     "progress",

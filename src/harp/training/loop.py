@@ -24,6 +24,7 @@ from harp.system.files import reason
 from harp.system.library_progress import of_this_call
 from harp.system.numbers import per_cent
 from harp.system.progress import Quiet
+from harp.system.notebook import html_table
 from harp.system.seeds import derive
 from harp.training import divergence
 from harp.training.arguments import (
@@ -97,6 +98,20 @@ class Fitted:
 
     def _counts(self) -> list[tuple[int, int]]:
         return [(int(mask.count_nonzero()), mask.numel()) for mask in self.masks.values()]
+
+    def _repr_html_(self) -> str:
+        keys = [key for key in ("loss", "natural", "robust") if any(key in record for record in self.history)]
+        last = len(self.history)
+        shown = dict.fromkeys(number for number in (1, self.epoch, last) if 0 < number <= last)
+        rows = [
+            [f"{number}{' (chosen)' if number == self.epoch else ''}", *(self._cell(number, key) for key in keys)]
+            for number in shown
+        ]
+        return html_table(repr(self), ("epoch", *keys), rows)
+
+    def _cell(self, number: int, key: str) -> str:
+        value = self.history[number - 1].get(key)
+        return "–" if value is None else f"{value:.3f}" if key == "loss" else f"{value:.1%}"
 
 
 def fit(

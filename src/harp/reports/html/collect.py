@@ -6,7 +6,7 @@ Paths of the machine that a run was made on are removed here, so nothing that is
 import base64
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,12 +135,19 @@ def _read_run(folder: Path) -> Run:
         seed=seed if isinstance(seed, int) else 0,
         data=data,
         model=_name(recipe.get("model")),
-        class_names=getattr(DATASETS.get(data), "classes", ()),
+        class_names=tuple(map(str, getattr(DATASETS.get(data), "classes", ()) or _noted_classes(run.summary))),
         kind=kind,
         unit=f"{unit} (channels)" if kind == "channels" and unit == "MACs" else unit,
         size=budget["size"],
         kept=budget["kept"],
     )
+
+
+def _noted_classes(summary: Mapping[str, Any]) -> Sequence[object]:
+    """The names of the classes that the run noted of its data; older runs noted none."""
+    noted = summary.get("data")
+    names = noted.get("classes") if isinstance(noted, dict) else None
+    return names if isinstance(names, list) else ()
 
 
 def _name(part: object) -> str:
