@@ -57,7 +57,9 @@ def test_a_network_at_chance_after_pruning_is_a_warning_in_every_output(harp: Ha
     page, data, words = (path.read_text() for path in html.build([folder], Path("page")))
     assert page.count('<div class="warnings" role="alert">') == 1
     assert "Pruning left a network" in page.split('<div class="warnings"')[1].split("</div>")[0]
-    assert json.loads(data)["warnings"][0] == warning
+    (part,) = json.loads(data)["parts"]
+    assert part["warnings"][0] == warning and part["networks"][0]["remark"] == "at chance level"
+    assert 'class="tile failed"' in page
     assert "> **Warning:** Pruning left a network" in words
 
     again = executed(harp, learning("1%", description="a line of its maker"))
@@ -65,7 +67,7 @@ def test_a_network_at_chance_after_pruning_is_a_warning_in_every_output(harp: Ha
 
 
 def test_a_good_network_gives_no_warning(harp: Harp) -> None:
-    code, out, err, folder, summary = executed(harp, learning("80%"))
+    code, out, err, folder, summary = executed(harp, learning("99%"))
     assert code == 0, err
     assert (summary["at_chance"], summary["budget_met"], summary["warnings"]) == (False, True, [])
     assert not [line for line in (*out, *err) if "warning" in line]
@@ -139,7 +141,7 @@ def test_a_budget_missed_in_training_is_a_warning_in_every_output(harp: Harp) ->
     assert "> **Warning:** The budget was not met" in card.card(folder)
     page, data, _ = (path.read_text() for path in html.build([folder], Path("page")))
     assert "The budget was not met" in page.split('<div class="warnings"')[1].split("</div>")[0]
-    assert len([text for text in json.loads(data)["warnings"] if "budget was not met" in text]) == 1, "once"
+    assert len([text for text in json.loads(data)["parts"][0]["warnings"] if "budget was not met" in text]) == 1, "once"
 
     (stage,) = Path("runs/stages").glob("*-prune/stage.json")
     assert json.loads(stage.read_text())["budget_met"] is False

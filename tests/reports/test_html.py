@@ -16,7 +16,8 @@ from harp.errors import HarpError, RecipeError, RunFolderError
 from harp.experiments import records
 from harp.reports import html as report
 from harp.reports import templating
-from harp.reports.html import collect, compose, groups
+from harp.reports.html import accuracy as accuracies
+from harp.reports.html import blocks, collect, compose, groups
 from support.reports import HOSTILE, accuracy, evaluation, make_run, many
 
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -104,13 +105,11 @@ def test_page_is_well_formed_small_and_needs_no_other_file(built: dict[str, str]
 def test_all_chapters_have_titles_captions_charts_and_numbers(built: dict[str, str]) -> None:
     found = Page(built[".html"])
     anchors = {attributes.get("id") for tag, attributes in found.tags if tag == "section"}
-    wanted = (
-        "results sparsity curves checks parts classes examples layers weights learning flips corruptions cost origin"
-    )
+    wanted = "results curves checks parts classes examples layers weights learning flips corruptions cost origin"
     assert anchors == set(wanted.split())
     figures = built[".html"].split("<figure")[1:]
     drawn = [figure for figure in figures if 'class="panels' in figure.split("</figure>")[0]]
-    assert len(drawn) >= 8
+    assert len(drawn) >= 7
     colours = set(re.findall(r"(--\w+):", built[".html"].split("</style>")[0]))
     for figure in drawn:
         body = figure.split("</figure>")[0]
@@ -122,7 +121,7 @@ def test_all_chapters_have_titles_captions_charts_and_numbers(built: dict[str, s
             assert set(re.findall(r"var\((--\w+)\)", svg)) <= colours and "#" not in re.sub(
                 r'(href|id)="[^"]*"', "", svg
             )
-    assert 'href="#sparsity"' in built[".html"]
+    assert 'href="#results"' in built[".html"]
 
 
 def test_numbers_of_a_run_are_those_of_its_files(single: dict[str, str]) -> None:
@@ -141,21 +140,22 @@ def test_a_run_that_pruned_channels_shows_flops_and_widths(tmp_path: Path) -> No
     files = reported([channel_run(tmp_path, epochs=2)], tmp_path / "report")
     page, data = Page(files[".html"]), json.loads(files[".json"])
     line = "FLOPs 1,000,000 → 249,000 (24.900%), channels 24 → 12, MACs 4,000,000 → 80,000, parameters 700 → 170"
-    assert data["headline"].startswith(line) and line in page.words and line in files[".md"]
-    for words in ("FLOPs kept", "Channels kept", "Widths", "Multiplications (MACs) per layer", "24.9 %", "cut out"):
+    (part,) = data["parts"]
+    assert part["headline"].startswith(line) and line in page.words and line in files[".md"]
+    for words in ("FLOPs kept", "Channels kept", "Multiplications (MACs) per layer", "24.9 %", "cut out"):
         assert words in page.words, words
     for words in ("weights kept", "Preserved weights", "skips zeros", "stored sparsely", "(estimate)"):
         assert words not in page.words, words
-    (network,) = data["networks"]
-    assert (network["kind"], network["unit"], network["label"]) == ("channels", "FLOPs", "harp, 25 % FLOPs")
+    (network,) = part["networks"]
+    assert (network["kind"], network["unit"], network["label"]) == ("channels", "FLOPs", "HARP, 25 % FLOPs")
     assert [one["layer"] for one in network["weights"]] == [f"block{i}.conv.weight" for i in range(3)]
-    tables = {table["title"]: table for section in data["sections"] for table in section["tables"]}
-    assert tables["Widths"]["columns"][:2] == ["read by", "channels"]
-    assert tables["Widths"]["rows"] == [["block1.conv", "8", "4"], ["block2.conv", "16", "8"]]
+    tables = {table["title"]: table for section in part["sections"] for table in section["tables"]}
+    widths = tables["Channels kept in each layer: 25 % of the FLOPs"]
+    assert widths["columns"][:2] == ["read by", "channels"]
+    assert widths["rows"] == [["block1.conv", "8", "4 (50 %)"], ["block2.conv", "16", "8 (50 %)"]]
     work = tables["Multiplications (MACs) per layer"]
     assert work["rows"][0] == ["block0.conv", "100,000", "25,000"]
     assert work["rows"][-1] == ["all layers", "600,000", "150,000"]
-    assert "multiplications of one image" in files[".html"]
 
 
 def test_multiplications_per_layer_are_shown_for_pruned_weights_too(tmp_path: Path) -> None:
@@ -173,39 +173,42 @@ def test_shares_of_weights_and_of_flops_are_not_mixed(tmp_path: Path) -> None:
     folders += [channel_run(tmp_path, "harp", 0.25, 1)]
     files = reported(folders, tmp_path / "report")
     data = json.loads(files[".json"])
-    (chapter,) = [section for section in data["sections"] if section["title"] == "Accuracy over sparsity"]
-    assert [table["title"] for table in chapter["tables"]] == ["Accuracy over sparsity", "Accuracy over FLOPs"]
-    assert [row[1] for row in chapter["tables"][0]["rows"]] == ["10 %", "10 %", "1 %", "1 %"]
-    assert all(row[1].endswith("% of the FLOPs") for row in chapter["tables"][1]["rows"])
+    (part,) = data["parts"]
+    chapter = part["sections"][0]
+    sparsity, flops = chapter["tables"][:2]
+    assert [table["title"] for table in (sparsity, flops)] == ["Accuracy over sparsity", "Accuracy over FLOPs"]
+    assert [row[0] for row in sparsity["rows"]][1:] == ["HARP, 10 %", "HYDRA, 10 %", "HARP, 1 %", "HYDRA, 1 %"]
+    assert all(row[0].endswith(" % FLOPs") for row in flops["rows"][1:])
     assert files[".html"].count(">weights kept (%") == files[".html"].count(">FLOPs kept (%") == 2, "two panels each"
-    assert any("budgets count different things (weights, FLOPs)" in note for note in data["warnings"])
-    assert not any("different numbers" in note for note in data["warnings"]), "sizes differ by their unit only"
-    labels = [network["label"] for network in data["networks"]]
+    assert any("budgets count different things (weights, FLOPs)" in note for note in part["warnings"])
+    assert not any("different numbers" in note for note in part["warnings"]), "sizes differ by their unit only"
+    labels = [network["label"] for network in part["networks"]]
     assert len(set(labels)) == len(labels) == 8
-    assert "harp, 10 %" in labels and "harp, 25 % FLOPs" in labels
-    cells = [row[2] for row in data["sections"][0]["tables"][0]["rows"]]
-    assert "60 of 600 weights" in cells and "249,000 / 248,000 of 1,000,000 FLOPs" in cells
-    assert "weights 600 → 6 (1.000%)" in data["headline"], "most networks count weights"
+    assert "HARP, 10 %" in labels and "HARP, 25 % FLOPs" in labels
+    assert "60 of 600 weights" in [row[2] for row in sparsity["rows"]]
+    assert "249,000 / 248,000 of 1,000,000 FLOPs" in [row[2] for row in flops["rows"]]
+    assert "weights 600 → 6 (1.000%)" in part["headline"], "most networks count weights"
 
 
 def test_units_tested_under_different_attacks_are_each_shown_under_their_own(tmp_path: Path) -> None:
     folders = [make_run(tmp_path, keep=0.1, evaluated=False), make_run(tmp_path, keep=0.01, evaluated=False)]
-    last = channel_run(tmp_path, evaluated=False)
-    summary = json.loads((last / "summary.json").read_text())
-    summary["results"][1] = accuracy("pgd-5", 0.4, epsilon=8 / 255)
-    (last / "summary.json").write_text(json.dumps(summary))
-    page = reported([*folders, last], tmp_path / "report")[".html"]
-    for title in ("sparsity, under attack: pgd-20", "FLOPs, under attack: pgd-5"):
-        assert f'aria-label="Accuracy over {title}' in page
-    assert page.count(', without attack"') == 2
+    for keep in (0.25, 0.5):
+        folders.append(channel_run(tmp_path, keep=keep, evaluated=False))
+        summary = json.loads((folders[-1] / "summary.json").read_text())
+        summary["results"][1] = accuracy("pgd-5", 0.4, epsilon=8 / 255)
+        (folders[-1] / "summary.json").write_text(json.dumps(summary))
+    page = reported(folders, tmp_path / "report")[".html"]
+    for attack in ("pgd-20", "pgd-5"):
+        assert page.count(f">accuracy under {attack}, ε 8/255 (%)<") == 1
+    assert page.count(">accuracy without attack (%)<") == 2
 
 
 def test_the_best_network_at_the_smallest_budget_is_shown_first(tmp_path: Path) -> None:
     folders = [channel_run(tmp_path, "harp", value=0.6), channel_run(tmp_path, "hydra", seed=5, value=0.3)]
     arranged = groups.arrange(collect.read(folders))
-    assert arranged.lead.method == "harp" and arranged.lead.share > min(v.share for v in arranged.pruned)
+    assert arranged.lead.method == "HARP" and arranged.lead.share > min(v.share for v in arranged.pruned)
     text = reported(folders, tmp_path / "report")[".md"]
-    assert "harp, 25 % FLOPs, the best of 2 at the smallest budget" in text
+    assert "HARP, 25 % FLOPs, the best of 2 at the smallest budget" in text
 
 
 def test_an_exceeded_budget_is_refused(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_an_exceeded_budget_is_refused(tmp_path: Path) -> None:
 
 def test_seeds_become_means_with_intervals(built: dict[str, str]) -> None:
     data = json.loads(built[".json"])
-    network = next(one for one in data["networks"] if one["label"] == "harp, 10 %")
+    network = next(one for one in data["parts"][0]["networks"] if one["label"] == "HARP, 10 %")
     score = next(one for one in network["accuracy"] if one["attack"] == "pgd-20")["after"]
     half = 12.706 * math.sqrt(0.0002) / math.sqrt(2)
     assert network["seeds"] == [0, 1] and score["runs"] == 2
@@ -233,10 +236,11 @@ def test_json_has_all_records_and_only_finite_numbers(built: dict[str, str]) -> 
         raise AssertionError(word)
 
     data = json.loads(built[".json"], parse_constant=refuse)
-    assert len(data["runs"]) == 10 and len(data["networks"]) == 5
+    networks = data["parts"][0]["networks"]
+    assert len(data["runs"]) == 10 and len(networks) == 5
     assert data["runs"][0]["stages"][1]["history"][3]["budget_loss"] == 0
     assert [layer["kept"] for layer in data["runs"][0]["summary"]["layers"][:3]] == [10, 20, 30]
-    assert sum(data["networks"][1]["weights"][0]["counts"]) == data["networks"][1]["weights"][0]["kept"] == 10
+    assert sum(networks[1]["weights"][0]["counts"]) == networks[1]["weights"][0]["kept"] == 10
     examples = next(one for one in data["runs"][0]["evaluation"] if one.get("shape"))
     assert examples["items"] == [{"index": 7, "label": 0, "before": 0, "after": 3}]
 
@@ -313,11 +317,11 @@ def test_notes_warn_of_failed_checks_and_small_tests(tmp_path: Path) -> None:
     curve = {**evaluation(0.5)["curve"], "n": 60}
     (folder / "evaluation" / "curve.json").write_text(json.dumps(curve))
     (folder / "evaluation" / "new.json").write_text('{"kind": "horoscope"}')
-    words = "\n".join(compose.compose(groups.arrange(collect.read([folder])), {}).notes)
+    words = "\n".join(compose.compose(groups.parts(collect.read([folder])), [{}]).parts[0].notes)
     for note in (
         "check for false robustness failed (gradients)",
         "more accurate under pgd-20, ε 8/255 than without",
-        "budget was not met in training by harp, 10 %",
+        "budget was not met in training by HARP, 10 %",
         "Few test images (100)",
         "measured on few images (60 and more)",
         "subset of the test set (2,000 images",
@@ -420,9 +424,95 @@ def test_methods_of_one_name_are_labelled_by_the_options_that_differ(tmp_path: P
         make_run(tmp_path, "harp", 0.01, options={"gamma_step": 0.2}),
     ]
     found = groups.arrange(collect.read(folders))
-    assert sorted(found.methods) == ["harp", "hydra", "hydra+lamp", "r-admm:rho=0.01", "r-admm:rho=0.1"]
+    assert sorted(found.methods) == ["HARP", "HYDRA", "HYDRA + LAMP", "R-ADMM (rho 0.01)", "R-ADMM (rho 0.1)"]
     assert [title for title, _ in found.panels(found.pruned)] == ["10 % of the weights", "1 % of the weights"]
-    assert found.lead.label == "harp, 1 %"
+    assert found.lead.label == "HARP, 1 %"
+
+
+def test_each_data_set_and_model_has_a_part_of_its_own(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path, keep=0.1, data="cifar10", model="resnet18", evaluated=False),
+        make_run(tmp_path, keep=0.1, data="cifar10", model="nets/my_net.py:Net", evaluated=False),
+        make_run(tmp_path, "hydra", 0.1, data="fashion-mnist", model="nets/my_net.py:Net", evaluated=False),
+        make_run(tmp_path, "harp", 0.1, data="fashion-mnist", model="nets/my_net.py:Net", evaluated=False),
+    ]
+    summary = json.loads((folders[1] / "summary.json").read_text())
+    summary["dense"] = [accuracy("natural", 0.9), accuracy("pgd-20", 0.7, epsilon=8 / 255)]
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    files = reported(folders, tmp_path / "report")
+    parts = json.loads(files[".json"])["parts"]
+    assert [part["title"] for part in parts] == [
+        "HARP, 10 % – resnet18 on CIFAR-10",
+        "HARP, 10 % – my_net on CIFAR-10",
+        "my_net on Fashion-MNIST: 2 methods, 1 budget",
+    ]
+    before = [row[3] for part in parts[:2] for row in part["sections"][0]["tables"][0]["rows"]]
+    assert before == ["80.0 %", "60.0 %", "90.0 %", "70.0 %"], "no mean of different networks"
+    assert "2 models on 2 data sets" in Page(files[".html"]).words
+    ids = re.findall(r'id="([^"]+)"', re.sub(r"<svg.*?</svg>", "", files[".html"], flags=re.DOTALL))
+    assert len(set(ids)) == len(ids) and set(re.findall(r'<a[^>]*href="#([^"]+)"', files[".html"])) <= set(ids)
+    assert files[".md"].count("\n# ") == 3 and "> **Warning:**" not in files[".md"]
+
+
+def test_a_network_at_chance_looks_different_everywhere(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, keep=keep, value=value) for keep, value in ((0.1, 0.5), (0.01, 0.02))]
+    files = reported(folders, tmp_path / "report")
+    (part,) = json.loads(files[".json"])["parts"]
+    assert [network["remark"] for network in part["networks"]] == [None, "at chance level"]
+    assert "> **Warning:** At chance level: HARP, 1 %, seed 0." in files[".md"]
+    assert [row[-1] for row in part["sections"][0]["tables"][0]["rows"]] == ["", "", "at chance level"]
+    assert files[".html"].count(">always the same answer<") == 2, "a line in both charts"
+    assert files[".html"].count('class="tile failed"') == 2
+    good = reported(folders[:1], tmp_path / "good")
+    assert "always the same answer" not in good[".html"] and 'class="tile failed"' not in good[".html"]
+
+
+def test_one_budget_is_bars_and_several_are_a_logarithmic_axis(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, method, keep) for keep in (0.1, 0.01) for method in ("harp", "hydra")]
+    for count, name in ((2, "overview"), (4, "sparsity")):
+        (runs,) = groups.parts(collect.read(folders[:count]))
+        results = accuracies.results(runs)
+        assert results is not None
+        (figure, _) = results.blocks
+        assert (
+            isinstance(figure, blocks.Figure)
+            and figure.title == blocks.words("figures", name, what="sparsity", unit="")[0]
+        )
+        assert (
+            [(chart.kind, chart.log) for chart in figure.charts] == [("bars", False)]
+            if count == 2
+            else [("lines", True)] * 2
+        )
+
+
+def test_networks_that_started_from_different_ones_have_no_common_line(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path, method, 0.1) for method in ("harp", "hydra")]
+    assert "| before pruning |" in reported(folders, tmp_path / "same")[".md"]
+    summary = json.loads((folders[1] / "summary.json").read_text())
+    summary["dense"] = [accuracy("natural", 0.9), accuracy("pgd-20", 0.7, epsilon=8 / 255)]
+    (folders[1] / "summary.json").write_text(json.dumps(summary))
+    assert "| before pruning |" not in reported(folders, tmp_path / "other")[".md"]
+
+
+def test_classes_have_their_names(tmp_path: Path) -> None:
+    known = make_run(tmp_path, data="cifar10", evaluated=False)
+    noted = make_run(tmp_path, "hydra", data="mine", evaluated=False)
+    summary = json.loads((noted / "summary.json").read_text())
+    (noted / "summary.json").write_text(json.dumps(summary | {"data": {"classes": ["ant", "bee", "cow", "6"]}}))
+    unknown = make_run(tmp_path, "lamp", data="yours", evaluated=False)
+    runs = [groups.parts([run])[0] for run in collect.read([known, noted, unknown])]
+    assert [one.class_name(one.all[0], 2) for one in runs] == ["bird", "cow", "class 2"]
+    assert runs[1].class_name(runs[1].all[0], 3) == "class 6", "a number alone says nothing"
+    assert "The worst class is 'bird'" in reported([known], tmp_path / "report")[".md"]
+
+
+def test_the_formula_of_the_energy_is_said_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    for hours, path in enumerate((tmp_path / "stages").glob("*/stage.json"), 1):
+        energy = {"kwh": 0.1, "co2_g": 40.0, "by": f"formula: 65 W x 0.0{hours} h x 475 g/kWh"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"energy": energy}))
+    words = Page(reported([folder], tmp_path / "report")[".html"]).words
+    assert words.count("475 g/kWh") == 1 and "65 W x hours x 475 g/kWh" in words
 
 
 def test_absolute_paths_are_shortened_and_other_text_is_kept() -> None:

@@ -38,7 +38,9 @@ for (const svg of document.querySelectorAll(".panel svg")) {
   const shown = svg.getBoundingClientRect();
   if (shown.width / view.width * 10 < 8) found.small.push([name, shown.width / view.width]);
   for (const text of svg.querySelectorAll("text")) {
-    const box = text.getBBox();
+    const at = text.getBoundingClientRect(), zoom = view.width / shown.width;  // lines of a text are moved
+    const box = {x: (at.x - shown.x) * zoom, y: (at.y - shown.y) * zoom};
+    box.width = at.width * zoom, box.height = at.height * zoom;
     const inside = box.x >= -1 && box.y >= -1 && box.x + box.width <= view.width + 1 &&
       box.y + box.height <= view.height + 1;
     if (!inside || !box.width) found.outside.push([name, text.textContent, box.x, box.y, box.width, box.height]);
@@ -89,12 +91,22 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("width", [1280, 360])
 def test_nothing_overflows_collides_or_is_empty(page: Path, tmp_path: Path, width: int) -> None:
     found = measured(page, tmp_path, width)
-    assert found["drawings"] > 40 and found["tables"] > 20 and found["pictures"] == 3 * 11
+    assert found["drawings"] > 25 and found["tables"] > 20 and found["pictures"] == 3 * 11
 
 
 def test_a_single_run_on_a_phone(tmp_path: Path) -> None:
     found = measured(report.build([make_run(tmp_path)], tmp_path / "one.html", ["html"])[0], tmp_path, 360)
-    assert found["drawings"] == 12 and found["pictures"] == 3
+    assert found["drawings"] == 9 and found["pictures"] == 3
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_several_models_and_data_sets_and_a_network_at_chance(tmp_path: Path, width: int) -> None:
+    folders = [
+        make_run(tmp_path, data="cifar10", model="resnet18"),
+        make_run(tmp_path, "hydra", data="fashion-mnist", model="a/my_net.py:Net", value=0.05, evaluated=False),
+        make_run(tmp_path, "harp", 0.01, data="fashion-mnist", model="a/my_net.py:Net", evaluated=False),
+    ]
+    measured(report.build(folders, tmp_path / "r.html", ["html"])[0], tmp_path, width)
 
 
 def measured(page: Path, tmp_path: Path, width: int) -> dict[str, Any]:

@@ -62,7 +62,12 @@ def test_styles_do_not_repeat_within_a_comparison() -> None:
 def test_long_names_are_shortened_and_kept_in_the_tooltip() -> None:
     name = "encoder.layers.11.self_attention.out_projection"
     svg = plots.inline(Chart("", "x", "", [Series("s", 0, [0], [5.0])], [name], log=True), "t")
-    assert plots.shorten(name, 22) in svg and f"<title>{name}</title>" in svg
+    assert f"<title>{name}</title>" in svg
+    lines = re.findall(r"<text[^>]*>(encoder[^<]*|[^<]*projection)</text>", svg)
+    assert "".join(lines) == name and all(len(line) <= 25 for line in lines), "two lines are enough for this one"
+    longer = f"{name}.with_more_and_more"
+    svg = plots.inline(Chart("", "x", "", [Series("s", 0, [0], [5.0])], [longer]), "t")
+    assert "…" in svg.split("<title>")[0] + svg and f"<title>{longer}</title>" in svg
     assert len(plots.shorten(name, 22)) == 22 and plots.shorten("short", 22) == "short"
 
 
@@ -71,7 +76,7 @@ def test_a_name_of_any_letters_is_shown_as_it_is(name: str, tmp_path: Path) -> N
     svg = plots.inline(Chart(name, name, name, [Series(name, 0, [0], [5.0])], [name, "x"]), name)
     shown = [text.text for text in ElementTree.fromstring(svg).iter("text")]
     assert shown.count(name.replace("\x01", "")) >= bool(name) * 2
-    plots.draw(tmp_path / "layers.png", name, [{"name": name, "size": 2, "kept": 1}], {name: [{"robust": 0.5}]})
+    plots.draw(tmp_path, name, [{"name": name, "size": 2, "kept": 1}], {name: [{"robust": 0.5}]})
 
 
 def test_methods_at_one_budget_are_drawn_side_by_side() -> None:

@@ -79,10 +79,12 @@ def make_run(
     epochs: int = 4,
     evaluated: bool = True,
     options: dict[str, Any] | None = None,
+    data: str = "toys",
+    model: str = "net",
 ) -> Path:
     """A run's folder as `harp run` leaves it, with what `harp evaluate` may add."""
     name = name or f"toy-{method}-{100 * (1 - keep):.4g}"
-    folder = root / f"{name}-{seed}{zlib.crc32(f'{method}{keep}{options}'.encode()):08x}"
+    folder = root / f"{name}-{seed}{zlib.crc32(f'{method}{keep}{options}{data}{model}'.encode()):08x}"
     (folder / "evaluation").mkdir(parents=True)
     pruner = {"name": method} if keep == 1 else {"name": method, "keep": keep, **(options or {})}
     stages = [{"name": "pretrain", "pruner": {"name": "dense"}, "epochs": epochs}]
@@ -91,8 +93,8 @@ def make_run(
     recipe = {
         "name": name,
         "seed": seed,
-        "data": {"name": "toys"},
-        "model": {"name": "net", "weights": "/home/me/a b/w.pt"},
+        "data": {"name": data},
+        "model": {"name": model, "weights": "/home/me/a b/w.pt"},
     }
     recipe |= {"stages": stages, "evaluate": {"examples": 2000}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))

@@ -10,7 +10,7 @@ LOW = "far below the dense network"
 BEGINNINGS = ("Pruning left", "Pruning cost", "The network answers")
 """Of the warnings of a run, those that are about its accuracy."""
 
-LEFT = 0.75
+LEFT = 2 / 3
 """A drop is large if less than this share is left of what the network before pruning had above the best constant."""
 
 

@@ -50,8 +50,9 @@ class Examination:
         signs = {"good": "✓ good", "look": "! look", "bad": "✗ bad"}
         rows = [[one.check, signs[one.verdict], one.text] for one in self.findings]
         weights = sum(layer["size"] for layer in self.layers)
-        title = f"{weights:,} weights in {len(self.layers)} layers can be pruned"
-        return html_table(title, ("check", "", "finding"), rows)
+        layers = f"{len(self.layers)} layer{'s' if len(self.layers) != 1 else ''}"
+        title = f"{weights:,} weights in {layers} can be pruned"
+        return html_table(title, ("check", "", "finding"), rows, words=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The examination as plain data."""

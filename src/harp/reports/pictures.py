@@ -58,7 +58,7 @@ class Picture:
             for series in chart.series:
                 places = chart.rows or [f"{x:g}" for x in series.x]
                 values = zip(places, series.y, strict=False)
-                texts = [f"{place} {value:.4g}{chart.unit}" for place, value in values if value is not None]
+                texts = [f"{place} = {value:.4g}{chart.unit}" for place, value in values if value is not None]
                 lines.append(f"{series.name}: {', '.join(texts)}")
         return "\n".join(lines)
 

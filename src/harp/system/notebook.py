@@ -4,12 +4,15 @@ from collections.abc import Sequence
 from html import escape
 
 
-def html_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> str:
-    """A table as HTML: the first column is text at the left, the others are numbers at the right."""
-    sides = ["left", *["right"] * (len(columns) - 1)]
+def html_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "", *, words: bool = False
+) -> str:
+    """A table as HTML: the first column is text at the left, the others are numbers at the right, or text (`words`)."""
+    sides = ["left", *["left" if words else "right"] * (len(columns) - 1)]
     lines = [
         "".join(
-            f'<{tag} style="text-align:{side}">{escape(text)}</{tag}>' for side, text in zip(sides, row, strict=True)
+            f'<{tag} style="text-align:{side};padding:2px 12px 2px 0">{escape(text)}</{tag}>'
+            for side, text in zip(sides, row, strict=True)
         )
         for tag, row in [("th", columns), *(("td", row) for row in rows)]
     ]

@@ -117,6 +117,7 @@ def _compared(runs: Runs, unit: str) -> Figure:
     pruned = [variant for variant in networks if not variant.dense]
     keys = [key for key in (_tested_under(runs, pruned or networks), NATURAL) if key is not None]
     tests = {key: "without attack" if key == NATURAL else f"under {attack_text(key)}" for key in keys}
+    others = [key for key in runs.attacks if key not in keys]  # in the table only
     several = len({variant.budget for variant in pruned}) > 1
     measured = [
         Measured(
@@ -135,6 +136,7 @@ def _compared(runs: Runs, unit: str) -> Figure:
             str(len(variant.runs)),
             _kept(runs, variant),
             *(cell for key in keys for cell in (_text(variant.after(key)), _change(variant, key))),
+            *(_text(variant.after(key)) for key in others),
             variant.remark,
         ]
         for variant in networks
@@ -142,11 +144,14 @@ def _compared(runs: Runs, unit: str) -> Figure:
     if any(before.values()) and len(pruned) == len(networks):  # else a dense run shows it
         results = {tests[key]: _triple(before[key]) for key in keys}
         measured.insert(0, Measured("before pruning", _BEFORE, None, results))
-        rows.insert(0, ["before pruning", "", "", *(c for key in keys for c in (_text(before[key]), "")), ""])
+        cells = [cell for key in keys for cell in (_text(before[key]), "")]
+        cells += [_text(_common_start(pruned, key)) for key in others]
+        rows.insert(0, ["before pruning", "", "", *cells, ""])
     chance = _chance(runs) if any(variant.remark for variant in networks) else None
     charts = comparison(measured, list(tests.values()), unit, chance)
     kept = f"{runs.units[0]} kept" if len(runs.units) == 1 else "kept"
-    columns = ["network", "seeds", kept, *(text for key in keys for text in (attack_text(key), "change")), ""]
+    columns = ["network", "seeds", kept, *(text for key in keys for text in (attack_text(key), "change"))]
+    columns += [*map(attack_text, others), ""]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     note = "Accuracies in per cent, ± half the 95 % interval. Change: points against the network before pruning."
