@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def test_a_network_at_chance_after_pruning_is_a_warning_in_every_output(harp: Ha
 
 
 def test_a_good_network_gives_no_warning(harp: Harp) -> None:
-    code, out, err, folder, summary = executed(harp, learning("99%"))
+    content = learning("90%")
+    content["stages"][1]["pruner"]["name"] = "magnitude"
+    code, out, err, folder, summary = executed(harp, content)
     assert code == 0, err
     assert (summary["at_chance"], summary["budget_met"], summary["warnings"]) == (False, True, [])
     assert not [line for line in (*out, *err) if "warning" in line]
@@ -170,6 +173,33 @@ def test_runs_of_older_versions_have_no_warnings(harp: Harp) -> None:
         run_folder.read(folder)
 
 
+def test_a_large_drop_is_a_warning_with_what_to_try_in_every_output(harp: Harp) -> None:
+    code, out, _, folder, summary = executed(harp, learning("60%"))
+    assert code == 0 and not summary["at_chance"]
+    (warning,) = summary["warnings"]
+    assert re.match(r"Pruning cost much accuracy: natural [\d.]+% → [\d.]+%", warning)
+    advice = "Try more epochs of fine-tuning (0 now), a larger keep (60 % now), or another method or strategy."
+    assert warning.endswith(advice) and f"warning: {warning}" in out
+    text = card.card(folder)
+    assert warning.split(":")[0] in text.split("## Model details")[0] and "(large drop)**" in text
+    assert "- far-below-the-dense-network" in text.split("---")[1]
+    page = html.build([folder], Path("page"))[0].read_text()
+    assert "Pruning cost much accuracy" in page.split('<div class="warnings"')[1].split("</div>")[0]
+
+
+def test_the_accuracy_before_pruning_is_said_before_it_begins(harp: Harp) -> None:
+    _, out, err, _, summary = executed(harp, learning("99%"))
+    lines = next(stream for stream in (out, err) if any(line.startswith("before pruning") for line in stream))
+    expected = ", ".join(f"{result['name']} {result['value']:.1%}" for result in summary["dense"])
+    before = next(number for number, line in enumerate(lines) if line.startswith("before pruning: "))
+    assert lines[before] == f"before pruning: {expected} on the test set"
+    assert not [line for line in lines[: before + 1] if line.startswith(("weights ", "prune"))]
+    untrained = learning("99%", name="untrained")
+    untrained["stages"] = untrained["stages"][1:]
+    Path("u.yaml").write_text(yaml.safe_dump(untrained))
+    assert "before pruning" not in "".join(harp("run", "u.yaml")[1:]), "random weights have no accuracy to lose"
+
+
 def test_a_page_of_several_runs_names_the_run_of_a_warning(harp: Harp) -> None:
     *_, folder, _ = executed(harp, learning("1%"))
     other = folder.with_name("other")
@@ -178,6 +208,7 @@ def test_a_page_of_several_runs_names_the_run_of_a_warning(harp: Harp) -> None:
         if path.is_file():
             (other / path.name).write_bytes(path.read_bytes())
     (other / "recipe.yaml").write_text((folder / "recipe.yaml").read_text() + "seed: 5\n")
-    edit(other / "summary.json", warnings=[], at_chance=False)
+    content = json.loads((other / "summary.json").read_text())
+    edit(other / "summary.json", warnings=[], at_chance=False, results=content["dense"])
     words = html.build([folder, other], Path("page"))[2].read_text()
-    assert words.count("> **Warning:** ") == 1 and ", seed 0: Pruning left" in words
+    assert words.count("> **Warning:** ") == 1 and "At chance level: random, 1 %, seed 0." in words

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from harp.data.registry import facts
+from harp.evaluation import accuracy_drop, chance_level
 from harp.evaluation.score import epsilon_text
 from harp.experiments import artefact, run_folder
 from harp.experiments.recipe import Stage
@@ -107,12 +108,14 @@ def _front_matter(finished: Finished, results: list[Mapping[str, Any]]) -> str:
         name = f"{result.get('measure', 'accuracy')}, {result['name']}{threat}"
         metrics.append({"type": "accuracy", "name": name, "value": round(100 * result["value"], 2)})
     known = facts(finished.data)
+    remark = accuracy_drop.remark(finished.summary["results"], finished.summary.get("dense") or [])
+    failed = [remark.replace(" ", "-")] if remark else []
     entry = {"task": {"type": "image-classification"}, "dataset": {"name": finished.data, "type": finished.data}}
     content = {
         "license": "unknown",
         "library_name": "harp",
         "pipeline_tag": "image-classification",
-        "tags": ["pruning", _TAGS[finished.recipe.units.kind], "adversarial-robustness", "pytorch"],
+        "tags": ["pruning", _TAGS[finished.recipe.units.kind], "adversarial-robustness", "pytorch", *failed],
         "datasets": [known.hub] if known is not None and known.hub else [],
         "metrics": ["accuracy"],
         "model-index": [{"name": finished.recipe.name, "results": [{**entry, "metrics": metrics}]}],
@@ -211,6 +214,7 @@ def _number(value: object) -> str:
 def _rows(finished: Finished, results: list[Mapping[str, Any]]) -> list[list[str]]:
     """The table of accuracies."""
     dense = finished.summary.get("dense") or []
+    dropped = [now for _, now in accuracy_drop.large(results, dense)]
     before = {(r["name"], (r.get("attack") or {}).get("epsilon")): f"{r['value']:.1%}" for r in dense}
     rows = []
     for result in results:
@@ -219,7 +223,10 @@ def _rows(finished: Finished, results: list[Mapping[str, Any]]) -> list[list[str
         interval = f"{result['low']:.1%} – {result['high']:.1%}" if "low" in result and "high" in result else "–"
         old = before.get((result["name"], attack.get("epsilon")), "–")
         counts = [f"{sum(result['totals']):,}", str(result.get("seed", "–"))]
-        rows.append([markdown_text(result["name"]), threat, old, f"{result['value']:.1%}", interval, *counts])
+        at_chance = not attack and chance_level.result_at_chance(result)
+        mark = f" ({accuracy_drop.CHANCE})" if at_chance else " (large drop)" if result in dropped else ""
+        value = f"**{result['value']:.1%}{mark}**" if mark else f"{result['value']:.1%}"
+        rows.append([markdown_text(result["name"]), threat, old, value, interval, *counts])
     return rows
 
 
