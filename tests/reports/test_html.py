@@ -461,7 +461,7 @@ def test_a_network_at_chance_looks_different_everywhere(tmp_path: Path) -> None:
     files = reported(folders, tmp_path / "report")
     (part,) = json.loads(files[".json"])["parts"]
     assert [network["remark"] for network in part["networks"]] == [None, "at chance level"]
-    assert "> **Warning:** At chance level: HARP, 1 %, seed 0." in files[".md"]
+    assert "> **Warning:** At chance level: HARP, 1 %, seed 0.\n" in files[".md"]
     assert [row[-1] for row in part["sections"][0]["tables"][0]["rows"]] == ["", "", "at chance level"]
     assert files[".html"].count(">always the same answer<") == 2, "a line in both charts"
     assert files[".html"].count('class="tile failed"') == 2

@@ -466,6 +466,8 @@ def _draw_points(axes: "Axes", chart: Chart, size: float, tips: list[list[str]])
         across, up = (values, places) if chart.rows else (places, values)
         drawn = axes.errorbar(across, up, **error, **style, elinewidth=1, capsize=2, label=series.name)
         drawn[0].set_gid(f"mark-{len(tips)}")
+        for part in (*drawn[1], *drawn[2]):  # wide intervals must not hide what they belong to
+            part.set_alpha(0.5)
         tips.append([_tip(chart, series, index) for index in shown])
         hollow = [index for index in series.hollow if index in shown]
         if hollow:  # painted over their marks

@@ -302,7 +302,7 @@ def classes(runs: Runs) -> Section | None:
     blocks: list[Block] = [figure("classes", [chart], table, **facts)]
     if len(rows) > 1:
         columns = ["network", "worst class", "its accuracy", "the best class's", "all"]
-        blocks.append(Table(columns, rows, "The worst class everywhere"))
+        blocks.append(Fold("The worst class of every network", [Table(columns, rows)]))
     return section("classes", blocks)
 
 

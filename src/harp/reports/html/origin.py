@@ -13,6 +13,7 @@ from harp.reports.html.groups import NATURAL, Runs, Variant
 
 _FEW = 1000  # images: with fewer, half an interval is more than three points
 _NAMES = 3  # of networks in a warning
+_ADVICE = " Try more epochs of fine-tuning, a larger keep, or another method or strategy."
 
 
 def notes(runs: Runs, without_weights: Sequence[str]) -> list[str]:
@@ -46,19 +47,22 @@ def warnings(runs: Runs) -> list[str]:
     """
     if len(runs.all) == 1:
         return list(runs.all[0].summary.warnings or ())
-    failed: dict[str, list[str]] = {}
+    failed: dict[str, dict[str, list[str]]] = {accuracy_drop.CHANCE: {}, accuracy_drop.LOW: {}}
     lines = []
     for variant in runs.variants:
         for run in variant.runs:
             if run.remark:
-                failed.setdefault(run.remark, []).append(f"{variant.label}, seed {run.seed}")
+                failed[run.remark].setdefault(variant.label, []).append(str(run.seed))
             texts = [text for text in run.summary.warnings or () if not text.startswith(accuracy_drop.BEGINNINGS)]
             lines += [f"{variant.label}, seed {run.seed}: {text}" for text in texts]
-    advice = "Try more epochs of fine-tuning, a larger keep, or another method or strategy."
-    return [
-        *(f"{remark[0].upper()}{remark[1:]}: {'; '.join(which)}. {advice}" for remark, which in failed.items()),
-        *lines,
-    ]
+    for remark, which in reversed(failed.items()):
+        seeds = (f"{label}, seed{'s' if len(of) > 1 else ''} {', '.join(of)}" for label, of in which.items())
+        if which:
+            lines.insert(
+                0,
+                f"{remark[0].upper()}{remark[1:]}: {'; '.join(seeds)}.{_ADVICE if remark == accuracy_drop.LOW else ''}",
+            )
+    return lines
 
 
 def _some(names: Sequence[str], runs: Runs) -> str:
