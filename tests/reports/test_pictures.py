@@ -44,7 +44,7 @@ def test_results_show_short_tables(run: Path) -> None:
     loaded = harp.load_run(run)
     examined = examine(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), torch.rand(3, 1, 2, 2), torch.arange(3))
     tables = {
-        "1 of 2 weights kept, 2 epochs": FITTED._repr_html_(),
+        "Fitted(kept 1 of 2": FITTED._repr_html_(),
         "2 (chosen)": FITTED._repr_html_(),
         "45.0%": loaded._repr_html_(),
         "12 weights in 1 layer can be pruned": examined._repr_html_(),

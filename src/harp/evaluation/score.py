@@ -16,8 +16,8 @@ from harp.evaluation.predict import classes_of
 from harp.evaluation.runner import BATCH, AttackRun
 from harp.system.distributed.peers import Alone
 from harp.system.library_progress import of_this_call
-from harp.system.progress import Quiet
 from harp.system.notebook import html_table
+from harp.system.progress import Quiet
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from harp.pruning import masks
 from harp.pruning.channels import Cut
 from harp.pruning.masks import Masks
 from harp.system import files
-from harp.system.progress import Quiet
 from harp.system.notebook import html_table
+from harp.system.progress import Quiet
 from harp.system.tensors import load_tensors
 
 logger = logging.getLogger("harp")

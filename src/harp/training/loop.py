@@ -22,9 +22,9 @@ from harp.system.distributed.shared_noise import shared
 from harp.system.distributed.sync_batchnorm import Synchronised, share_buffers, synchronising
 from harp.system.files import reason
 from harp.system.library_progress import of_this_call
+from harp.system.notebook import html_table
 from harp.system.numbers import per_cent
 from harp.system.progress import Quiet
-from harp.system.notebook import html_table
 from harp.system.seeds import derive
 from harp.training import divergence
 from harp.training.arguments import (
