@@ -131,7 +131,7 @@ def test_list_prints_names_and_descriptions(harp: Harp) -> None:
         code, out, _ = harp("list", what)
         assert code == 0 and expected in out
         code, out, _ = harp("list", what, "--json")
-        rows = json.loads(out)
+        rows = json.loads(out)["entries"]
         assert expected in [row["name"] for row in rows]
         assert all(row["description"] for row in rows)
     refused(harp, "list", "method", said="did you mean 'methods'?")

@@ -34,10 +34,10 @@ CLAIM = {
 
 def test_the_list_names_every_claim_with_its_verdict(harp: Harp) -> None:
     code, out, _ = harp("reproduce", "--json")
-    rows = json.loads(out)
+    rows = json.loads(out)["claims"]
     assert code == 0
     assert [row["claim"] for row in rows] == list(claim.shipped())
-    verdicts = {row["claim"]: (row["verdict"], row["small variant"]) for row in rows}
+    verdicts = {row["claim"]: (row["verdict"], row["small_verdict"]) for row in rows}
     assert verdicts["methods"] == ("reproduced: 1 of 1", "no small variant")
     assert verdicts["ablation"] == ("not run", "order holds: at small scale, 4 of 4")
     assert verdicts["training-cost"][0].startswith("differs: 1 of 6")

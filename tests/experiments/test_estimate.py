@@ -23,7 +23,7 @@ from harp import attacks
 from harp.attacks import ATTACKS
 from harp.data.datasets import base
 from harp.data.streaming.images import Streamed
-from harp.errors import ModelError, RecipeError
+from harp.errors import PROBLEM, ModelError, RecipeError
 from harp.evaluation.runner import parts
 from harp.experiments import recipe
 from harp.experiments import stages as pipeline
@@ -34,6 +34,7 @@ from harp.pruning.methods import PRUNERS
 from harp.system.progress import Quiet
 from harp.training.objectives import PgdTraining
 from support.commands import FINISHED, RECIPE, STAGES, Harp, refused
+from support.documents import json_keys
 from support.pictures import fill
 
 SMALL = Sizes(1297, 500, (1, 8, 8), 10)
@@ -362,8 +363,9 @@ def test_the_estimate_is_right_within_a_factor_of_two(harp: Harp, tmp_path: Path
     short = [f"stages.{stage}.epochs=2" for stage in ("pretrain", "prune", "finetune")]
     changes = [word for change in short for word in ("--set", change)]
     code, out, err = harp("estimate", "demo", "--json", *changes)
-    assert code == 0, err
+    assert code in (0, PROBLEM), err
     estimate = json.loads(out)
+    assert json_keys("estimate") <= estimate.keys()
     share = statistics.fmean(row["share"] for row in estimate["stages"])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "harp", "run", "demo", *changes]

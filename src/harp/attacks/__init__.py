@@ -27,6 +27,7 @@ from harp.attacks.threat import (
     step_size,
 )
 from harp.errors import RecipeError
+from harp.system.nearest import unknown
 from harp.system.numbers import brief
 
 __all__ = [
@@ -78,7 +79,7 @@ def named(text: str, **fields: Any) -> Attack:
     """The attack with a short name such as `fgsm`, `pgd-20` (steps) or `apgd-ce-50x5` (steps and restarts)."""
     match = re.fullmatch(r"([a-z-]*[a-z])(?:-(?P<steps>\d+)(?:x(?P<restarts>\d+))?)?", text)
     if match is None or match[1] not in ATTACKS:
-        raise RecipeError(f"no attack is called {text!r}: there are {', '.join(ATTACKS)}, pgd-20, pgd-20x5")
+        raise RecipeError(unknown("attack", text, [*ATTACKS, "pgd-20", "pgd-20x5"]))
     numbers: dict[str, Any] = {key: int(match[key]) for key in ("steps", "restarts") if match[key]}
     try:
         return ATTACKS[match[1]](**numbers, **fields)

@@ -4,10 +4,10 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, echo
+from typer import Argument, Option
 
 from harp.cli import options
-from harp.cli.output import print_json, show_table
+from harp.cli.output import echo, print_json, show_table
 
 
 def bench(

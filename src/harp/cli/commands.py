@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -31,11 +32,19 @@ from harp.cli import (
     slim,
     submit,
 )
+from harp.cli.output import echo
 from harp.errors import LOST, HarpError, Interrupted, Lost
 from harp.system import text
 
 PIPE_CLOSED = 141
 """The exit code if the reader of the output is gone, as of a program that SIGPIPE ends."""
+
+# What newer versions of typer say of numbers.
+_OURS = {
+    "Input should be a valid integer, unable to parse string as an integer": "give a whole number",
+    "Input should be a valid number, unable to parse string as a number": "give a number",
+    "Input should be greater than or equal to": "give at least",
+}
 
 # Typer has its own copy of click or uses the real one, by its version.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -55,7 +64,7 @@ app = typer.Typer(
 
 def _version(show: bool) -> None:
     if show:
-        typer.echo(f"harp {__version__}")
+        echo(f"harp {__version__}")
         raise typer.Exit
 
 
@@ -116,8 +125,8 @@ def main() -> None:
     text.never_fail_to_print()
     try:
         code = _exit_code()
-    except SystemExit as end:
-        code = end.code
+    except SystemExit as end:  # rich exits by itself when the reader of its output is gone
+        code = PIPE_CLOSED if isinstance(end.__context__, BrokenPipeError) else end.code
     code = _flushed(code)
     processes.announce_exit(code)
     sys.exit(code)
@@ -168,10 +177,20 @@ def _line(error: BaseException) -> str | None:
     if isinstance(error, _UsageError):
         context = error.ctx
         page = f"{context.command_path} --help" if context is not None else "harp --help"
-        return f"{' '.join(error.format_message().split()).rstrip('.')} (see {page})"
+        return f"{_usage(error)} (see {page})"
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     return None
+
+
+def _usage(error: Any) -> str:
+    """What is wrong with the words of a command; of an option with its value."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    for theirs, ours in _OURS.items():
+        message = message.replace(theirs, ours)
+    option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
+    following = [value for word, value in pairwise(sys.argv) if word == option]
+    return message.replace(f"Invalid value for '{option}':", f"{option} {following[0]}:") if following else message
 
 
 def _flushed(code: int | str | None) -> int | str | None:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, Option
 
 from harp.cli import options
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def compare(
         str | None, Option(help="Training: equal (the same epochs for all) or paper (as published).")
     ] = None,
     rank_by: Annotated[str | None, Option(help="The attack that ranks the methods, like pgd-10.")] = None,
-    jobs: Annotated[int, Option(help="Runs at a time; they share the machine's cores.")] = 1,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time; they share the machine's cores.")] = 1,
     launcher: options.Launcher = "local",
     sbatch: options.Sbatch = "",
     dry_run: Annotated[bool, Option("--dry-run", help="SLURM: write the job files, submit nothing.")] = False,

@@ -20,7 +20,7 @@ from harp.cli.options import (
     Set,
     Strategy,
 )
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import PROBLEM
 
 Removed = Annotated[str | None, typer.Option(hidden=True)]
@@ -35,7 +35,7 @@ def estimate(
     channels: Channels = False,
     data_dir: DataDir = None,
     devices: Devices = 1,
-    steps: Annotated[int, typer.Option(help="Steps of each stage to measure, at least.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each stage to measure, at least.")] = 5,
     images: Annotated[
         str | None, typer.Option(help="Training images, and test images after a comma: 1281167,50000.")
     ] = None,
@@ -120,17 +120,17 @@ def _show(result: dict[str, Any], display: Any) -> None:
     display.table(title, ("part", "epochs", "steps", "a step", "memory", "time", "from – to"), rows)
     free = needs["memory_free"]
     available = f"; {needs['memory_of']} has {amount(free)} free" if free is not None else ""
-    typer.echo(f"\nmemory    {amount(needs['memory'])}{available}")
-    typer.echo(
+    echo(f"\nmemory    {amount(needs['memory'])}{available}")
+    echo(
         f"disk      {amount(needs['disk'])} (a state of {amount(needs['state'])}, results of "
         f"{amount(needs['results'])}); {amount(needs['disk_free'])} are free"
     )
     grams = f"{energy['co2_g'] / 1e3:,.2f} kg" if energy["co2_g"] >= 1e3 else f"{energy['co2_g']:.3g} g"
-    typer.echo(f"energy    {energy['kwh']:.3g} kWh by {energy['by']}, {grams} CO2 at {energy['intensity']:g} g/kWh")
+    echo(f"energy    {energy['kwh']:.3g} kWh by {energy['by']}, {grams} CO2 at {energy['intensity']:g} g/kWh")
     for note in result["notes"]:
-        typer.echo(f"note      {note}")
+        echo(f"note      {note}")
     for warning in result["warnings"]:
-        typer.echo(f"warning   {warning}")
+        echo(f"warning   {warning}")
 
 
 def _seconds(value: float) -> str:

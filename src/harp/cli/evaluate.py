@@ -4,10 +4,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, Option
 
 from harp.cli import evaluate_file, options, processes
-from harp.cli.output import print_json, show_findings
+from harp.cli.output import echo, print_json, show_findings
 from harp.errors import PROBLEM
 from harp.system.distributed.environment import Machines
 
@@ -31,9 +31,9 @@ def evaluate(
     ] = None,
     epsilon: Annotated[str | None, Option(help="Attack budget, like 8/255; default: the run's.")] = None,
     norm: Annotated[str | None, Option(help="linf or l2; default: the run's.")] = None,
-    examples: Annotated[int | None, Option(help="Test images, drawn by the seed; default: all.")] = None,
-    seed: Annotated[int, Option(help="Seed of the attack and the draw.")] = 0,
-    batch: Annotated[int, Option(help="Images asked about at a time.")] = 256,
+    examples: Annotated[int | None, Option(min=1, help="Test images, drawn by the seed; default: all.")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the attack and the draw.")] = 0,
+    batch: Annotated[int, Option(min=1, help="Images asked about at a time.")] = 256,
     curve: Annotated[bool, Option("--curve", help="Accuracy over epsilon, too.")] = False,
     distances: Annotated[bool, Option("--distances", help="Distances to the nearest adversarials, too.")] = False,
     corruptions: Annotated[

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from harp.cli.output import print_json, show_findings
+from harp.cli.output import echo, print_json, show_findings
 from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
@@ -57,18 +57,18 @@ def _print(display: "Quiet", output: dict[str, Any], folder: Path) -> None:
     display.table(title, columns, [_row(test) for test in output["tests"]])
     if "curve" in output:
         points = ", ".join(f"{p['epsilon']:.4g}: {p['deployed']['value']:.1%}" for p in output["curve"])
-        typer.echo(f"curve     {points}")
+        echo(f"curve     {points}")
     if "corruptions" in output:
-        typer.echo(f"corrupted {output['corruptions']['mean']:.1%} on average")
+        echo(f"corrupted {output['corruptions']['mean']:.1%} on average")
     for agreement in output["agreement"]:
         equal = f"{agreement['agree']:,} of {agreement['n']:,} predictions with {agreement['with']}"
         error = f"logits differ by at most {agreement['difference']:.2g} ({agreement['relative']:.1g} of the largest)"
-        typer.echo(f"agreement {equal}, {error}")
+        echo(f"agreement {equal}, {error}")
     runtime = ", ".join(f"{key} {value}" for key, value in artefact["runtime"].items())
-    typer.echo(f"sha256    {artefact['sha256']} ({artefact['bytes']:,} bytes; {runtime})")
+    echo(f"sha256    {artefact['sha256']} ({artefact['bytes']:,} bytes; {runtime})")
     if output["checks"]:
         show_findings(display, "is it what it seems?", output["checks"])
-    typer.echo(f"files     {folder}")
+    echo(f"files     {folder}")
 
 
 def _row(test: dict[str, Any]) -> list[str]:

@@ -62,21 +62,21 @@ _EVALUATION = ("epsilon", "norm", "batch", "seeds", "seed")
 
 PAGES = {
     "demo": "README.md",
-    "run": "docs/recipes.md",
-    "prune": "docs/methods.md",
-    "compare": "docs/compare.md",
-    "reproduce": "docs/evidence.md",
-    "estimate": "docs/estimate.md",
-    "evaluate": "docs/evaluation.md",
-    "report": "docs/evaluation.md",
-    "slim": "docs/channels.md",
-    "export": "docs/export.md",
-    "bench": "docs/engine.md",
-    "shard": "docs/data.md",
-    "list": "docs/recipes.md",
-    "plan": "docs/methods.md",
-    "doctor": "docs/models.md",
-    "submit": "docs/evaluation.md",
+    "run": "docs/reference/recipes.md",
+    "prune": "docs/reference/methods.md",
+    "compare": "docs/how-to/compare.md",
+    "reproduce": "docs/evidence/reproductions.md",
+    "estimate": "docs/how-to/estimate.md",
+    "evaluate": "docs/how-to/evaluation.md",
+    "report": "docs/how-to/evaluation.md",
+    "slim": "docs/how-to/channels.md",
+    "export": "docs/how-to/export.md",
+    "bench": "docs/explanation/engine.md",
+    "shard": "docs/how-to/data.md",
+    "list": "docs/reference/recipes.md",
+    "plan": "docs/reference/methods.md",
+    "doctor": "docs/how-to/models.md",
+    "submit": "docs/how-to/evaluation.md",
 }
 """The page of the documentation that says more about a command."""
 
@@ -92,7 +92,7 @@ def arrange(command: Any, words: tuple[str, ...] = ()) -> None:
         if parameter.param_type_name == "option" and parameter.name in places:
             parameter.rich_help_panel = _group(parameter.name, words[0])
     command.params.sort(key=lambda p: (p.param_type_name == "option", places.get(p.name, -1) if _is_option(p) else -1))
-    command.epilog = f"More: {PAGES[words[0]]}; exit codes and JSON: docs/cli.md"
+    command.epilog = f"More: {PAGES[words[0]]}; exit codes and JSON: docs/reference/command-line.md"
 
 
 def _is_option(parameter: Any) -> bool:

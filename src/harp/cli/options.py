@@ -46,20 +46,21 @@ Normalize = Annotated[
     Option(help="Normalisation in front of the model: MEAN/STD, like 0.5/0.25, or of a data set, like cifar10."),
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
-Devices = Annotated[int, Option(help="Processes (and GPUs) on this machine.")]
-Nodes = Annotated[int, Option(help="Machines; give the same command on each of them.")]
-NodeRank = Annotated[int, Option(envvar="NODE_RANK", help="This machine's number among them, from 0.")]
+Devices = Annotated[int, Option(min=1, help="Processes (and GPUs) on this machine.")]
+Nodes = Annotated[int, Option(min=1, help="Machines; give the same command on each of them.")]
+NodeRank = Annotated[int, Option(min=0, envvar="NODE_RANK", help="This machine's number among them, from 0.")]
 MainAddress = Annotated[
     str | None, Option(help="HOST or HOST:PORT of machine 0, if there are several.", show_default=False)
 ]
-Minutes = Annotated[float, Option(help="Save the state of a training at least this often.")]
-KeepStates = Annotated[int, Option(help="States of a training to keep, should the newest be damaged.")]
+Minutes = Annotated[float, Option(min=0, help="Save the state of a training at least this often.")]
+KeepStates = Annotated[int, Option(min=1, help="States of a training to keep, should the newest be damaged.")]
 MaxMinutes = Annotated[
     float | None, Option(help="Save and end within this many minutes; exit code 75 if unfinished.", show_default=False)
 ]
 Workers = Annotated[
     int | None,
     Option(
+        min=0,
         envvar="HARP_WORKERS",
         help="Processes that decode images for each training process; default: free cores.",
         show_default=False,
@@ -67,7 +68,7 @@ Workers = Annotated[
 ]
 Accelerator = Annotated[str, Option(help="cpu, cuda, mps or auto.")]
 Weights = Annotated[Path | None, Option(help="Trained weights: safetensors, or a torch checkpoint.")]
-Classes = Annotated[int | None, Option(help="Number of classes, where no data set says it.")]
+Classes = Annotated[int | None, Option(min=1, help="Number of classes, where no data set says it.")]
 Shape = Annotated[str | None, Option(help="Image shape like 3x32x32, where no data set says it.")]
 Channels = Annotated[bool, Option("--channels", help="Prune whole channels, not single weights; tensors get smaller.")]
 Budget = Annotated[
@@ -81,7 +82,7 @@ Strategy = Annotated[str | None, Option(help="Where the budget goes: uniform, er
 OBJECTIVE = Option(help="Training objective: pgd, trades, mart, fast, free or natural.")
 Objective = Annotated[str | None, OBJECTIVE]
 RECIPE = Argument(help="A base (`harp list recipes`), a short name like fashion/hydra-lamp-99, or a YAML file.")
-Multiple = Annotated[int, Option(help="Keep a multiple of so many channels, as some hardware wants it.")]
+Multiple = Annotated[int, Option(min=1, help="Keep a multiple of so many channels, as some hardware wants it.")]
 Model = Annotated[str, Argument(help="A name (`harp list models`), torchvision:NAME, timm:NAME or file.py:function.")]
 Launcher = Annotated[str, Option(help="Where runs are done: local (processes) or slurm (a job each).")]
 Sbatch = Annotated[str, Option(help='SLURM: options of each job, like "--partition=gpu --gres=gpu:1 --time=8:00:00".')]

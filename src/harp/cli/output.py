@@ -1,12 +1,11 @@
 """What several commands print: JSON, the verdicts of checks, and notes about slow steps."""
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Timer
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 if TYPE_CHECKING:
     from harp.system.progress import Quiet
@@ -17,9 +16,14 @@ SLOW = 2.0
 _MARKS = {"good": "✓", "look": "?", "bad": "✗"}
 
 
+def echo(text: object, *, err: bool = False) -> None:
+    """Print a line at once. (That of typer prints UTF-8 where the encoding is ASCII.)"""
+    print(text, file=sys.stderr if err else sys.stdout, flush=True)
+
+
 def print_json(value: object) -> None:
     """Print a value as JSON."""
-    typer.echo(json.dumps(value, indent=2))
+    echo(json.dumps(value, indent=2))
 
 
 def show_table(display: "Quiet", title: str, columns: Mapping[str, str], records: Iterable[Mapping[str, Any]]) -> None:

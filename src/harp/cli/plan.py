@@ -40,8 +40,10 @@ def plan(
     from harp.errors import RecipeError
     from harp.experiments import compose
     from harp.experiments.plan import Subject, spread, totals
+    from harp.models import MODELS
     from harp.reports import tables
     from harp.system import numbers
+    from harp.system.nearest import unknown
     from harp.system.progress import Terminal
 
     display = Terminal()
@@ -55,6 +57,8 @@ def plan(
         pruner = next((stage.pruner for stage in recipe.stages if "keep" in stage.pruner), {})
         keep, channels = keep or pruner.get("keep"), recipe.units.kind == "channels"
         strategy = strategy or pruner.get("strategy") or pruner.get("initial_strategy")
+    elif model.isidentifier() and model not in MODELS:
+        raise RecipeError(unknown("model or recipe", model, [*MODELS, *compose.shipped()]))
     if keep is None:
         raise RecipeError(f"how much of {model} is to be kept? Say it like --keep 1%")
     strategy, share = strategy or "uniform", numbers.share(keep)

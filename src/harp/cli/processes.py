@@ -5,9 +5,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
 from harp.cli import signals
+from harp.cli.output import echo
 from harp.errors import AT_CHANCE, PROBLEM, UNFINISHED, Lost
 from harp.system.distributed import environment
 
@@ -28,14 +27,14 @@ def print_error(text: str) -> None:
     place = environment.here()
     if place is None or _is_chosen(text, place.rank):
         process = "" if place is None or place.rank == 0 else f"process {place.rank}: "
-        typer.echo(f"{process}{text}", err=True)
+        echo(f"{process}{text}", err=True)
 
 
 def print_once(text: str) -> None:
     """Print a message of all processes once, by rank 0."""
     place = environment.here()
     if place is None or place.rank == 0:
-        typer.echo(text, err=True)
+        echo(text, err=True)
 
 
 def print_loss(lost: Lost) -> None:
@@ -44,9 +43,7 @@ def print_loss(lost: Lost) -> None:
 
     place = environment.here()
     if place is None or (not peers.is_supervised() and _is_chosen("", place.rank)):
-        typer.echo(
-            f"error: {lost}. What was saved is kept: go on with the same command: {signals.command_line()}", err=True
-        )
+        echo(f"error: {lost}. What was saved is kept: go on with the same command: {signals.command_line()}", err=True)
 
 
 def announce_exit(code: object) -> None:

@@ -28,12 +28,12 @@ def prune(
     out: options.Out = Path("runs"),
     objective: Annotated[str, options.OBJECTIVE] = "pgd",
     epsilon: Annotated[str | None, Option(help="Attack budget, like 8/255; default: usual for the data.")] = None,
-    pretrain: Annotated[int | None, Option(help="Epochs of pre-training (none if weights are given).")] = None,
-    prune_epochs: Annotated[int | None, Option("--prune", help="Epochs of pruning.")] = None,
-    finetune: Annotated[int | None, Option(help="Epochs of fine-tuning.")] = None,
+    pretrain: Annotated[int | None, Option(min=0, help="Epochs of pre-training (none if weights are given).")] = None,
+    prune_epochs: Annotated[int | None, Option("--prune", min=0, help="Epochs of pruning.")] = None,
+    finetune: Annotated[int | None, Option(min=0, help="Epochs of fine-tuning.")] = None,
     protocol: Annotated[str, options.PROTOCOL] = "given",
-    batch: Annotated[int, Option(help="Images a batch.")] = 128,
-    seed: Annotated[int, Option(help="Seed of everything random.")] = 0,
+    batch: Annotated[int, Option(min=1, help="Images a batch.")] = 128,
+    seed: Annotated[int, Option(min=0, help="Seed of everything random.")] = 0,
     ignore: Annotated[list[str], Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006 (same)
     changes: options.Set = [],  # noqa: B006 (typer copies it)
     devices: options.Devices = 1,

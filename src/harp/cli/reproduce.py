@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, Option
 
 from harp.cli import options
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import PROBLEM
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def reproduce(
         Path | None, Option(help="Judge these runs (a folder) or this evidence (a file), and run nothing.")
     ] = None,
     bundle: Annotated[Path | None, Option(help="Write what was measured to this file, to hand it in.")] = None,
-    jobs: Annotated[int, Option(help="Runs at a time; they share the machine's cores.")] = 1,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time; they share the machine's cores.")] = 1,
     launcher: options.Launcher = "local",
     sbatch: options.Sbatch = "",
     out: options.Out = Path("runs"),

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option, echo
+from typer import Exit, Option
 
 from harp.cli import options, processes
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import AT_CHANCE
 from harp.system.distributed.environment import Machines
 

@@ -3,18 +3,20 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Exit, Option, echo
+from typer import Argument, Exit, Option
 
 from harp.cli import options
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import PROBLEM
 
 
 def shard(
     folder: Annotated[Path, Argument(help="A folder with train/<class>/ and test/<class>/ (or val/<class>/).")],
     out: Annotated[Path, Argument(help="The folder that takes the shards.")],
-    count: Annotated[int, Option(help="Images a shard.")] = 1000,
-    size: Annotated[int | None, Option(help="Resize larger images: their shorter side gets this many pixels.")] = None,
+    count: Annotated[int, Option(min=1, help="Images a shard.")] = 1000,
+    size: Annotated[
+        int | None, Option(min=1, help="Resize larger images: their shorter side gets this many pixels.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Pack a folder of images into tar archives (WebDataset), which are read faster from slow or shared disks.

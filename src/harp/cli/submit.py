@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Exit, Option, Typer, echo
+from typer import Argument, Exit, Option, Typer
 
 from harp.cli import options
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 from harp.errors import PROBLEM
 
 if TYPE_CHECKING:

@@ -58,6 +58,8 @@ def load(
         return Subject(model, source, threat(made), dense, tuple(stage.folder for stage in run.stages[-1:]))
     if os.sep in target and ":" not in target:
         raise RecipeError(f"there is no folder {target} (give a folder that `harp run` made, or a model)")
+    if Path(target).is_file():
+        raise RecipeError(f"{target} is a file: give a run's folder, a .harp or .onnx file, or a model")
     if data_name is None:
         raise RecipeError(f"there is no run {target!r}; if it is a model, add --data (see `harp list data`)")
     source = registry.load(data_name, data_dir, image_size(data_name, data_dir, size, target))

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from harp.errors import RecipeError
 from harp.pruning.rounding import flat, highest, nearest
 from harp.pruning.units import Units, exact
+from harp.system.nearest import unknown
 
 Strategy = Callable[[Units, int], list[int]]
 _Floats = npt.NDArray[np.float64]
@@ -154,7 +155,7 @@ def allocate(strategy: str | Mapping[str, float], units: Units, total: int) -> l
     if not isinstance(strategy, str):
         return given(strategy)(units, total)
     if strategy not in STRATEGIES:
-        raise RecipeError(f"unknown strategy {strategy!r}: one of {', '.join(STRATEGIES)}")
+        raise RecipeError(unknown("strategy", strategy, STRATEGIES))
     return STRATEGIES[strategy](units, total)
 
 

@@ -19,6 +19,7 @@ from harp.pruning import masks as mask_ops
 from harp.pruning.macs import positions
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, classify, limits, matches
+from harp.system.nearest import unknown
 from harp.system.numbers import brief, share
 
 BUDGETS = {"weights": "weights", "macs": "MACs"}
@@ -161,7 +162,7 @@ class Weights:
         self.steps = [1] * len(self.names)
         self.fans = [weight[0].numel() for weight in self.weights]
         if budget not in BUDGETS:
-            raise RecipeError(f"budget {budget!r} of single weights: one of {', '.join(BUDGETS)}")
+            raise RecipeError(unknown("budget of single weights", budget, BUDGETS))
         self.noun = BUDGETS[budget]
         self.prices = [1] * len(self.names) if budget == "weights" else self._macs(example)
         self.size = self.spend(self.sizes)

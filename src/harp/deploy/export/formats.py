@@ -22,6 +22,7 @@ from harp.errors import CheckpointError, MissingExtra, ModelError, RecipeError
 from harp.models.modes import slow_attention
 from harp.models.weights import save_model
 from harp.system.files import reason
+from harp.system.nearest import unknown
 
 CODINGS = ("f32", "f16", "int8")
 """How the sparse file may store kept weights."""
@@ -119,7 +120,7 @@ def check(names: Sequence[str]) -> None:
     """Refuse unknown formats and formats whose packages are not installed."""
     for name in names:
         if name not in FORMATS:
-            raise RecipeError(f"--to {name}: choose from {', '.join(FORMATS)}")
+            raise RecipeError(unknown("format", name, FORMATS))
         missing = [package for package in FORMATS[name].packages if importlib.util.find_spec(package) is None]
         if missing:
             raise MissingExtra(f'--to {name} needs {", ".join(missing)}: pip install "harp-prune[export]"')

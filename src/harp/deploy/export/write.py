@@ -31,6 +31,7 @@ from harp.evaluation import accuracy
 from harp.experiments import build
 from harp.models.weights import fingerprint
 from harp.system import files
+from harp.system.nearest import unknown
 from harp.system.progress import Quiet
 
 MANIFEST = "manifest.json"
@@ -60,7 +61,7 @@ def export(
     display = display or Quiet()
     formats.check(to)
     if values not in formats.CODINGS:
-        raise RecipeError(f"--values {values}: choose from {', '.join(formats.CODINGS)}")
+        raise RecipeError(unknown("coding of values", values, formats.CODINGS))
     _make_folder(folder)
     images, facts = source.images(), _facts(source)
 

@@ -202,7 +202,7 @@ def named(name: str) -> Claim:
     """A shipped claim by its id."""
     claims = shipped()
     if name not in claims:
-        raise RecipeError(recipes.unknown("claim", name, claims))
+        raise RecipeError(recipes.unknown("claim", name, claims, "harp reproduce"))
     return claims[name]
 
 

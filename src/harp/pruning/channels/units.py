@@ -24,6 +24,7 @@ from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
 from harp.pruning.prunable import check_patterns, limits, matches
 from harp.pruning.units import checked_total
+from harp.system.nearest import unknown
 from harp.system.numbers import brief
 
 logger = logging.getLogger("harp")
@@ -71,7 +72,7 @@ class Channels:
         if not isinstance(model, nn.Module) or not isinstance(example, Tensor):
             raise ModelError(f"channels of {brief(model)} on {brief(example)}: give an nn.Module and a batch of images")
         if isinstance(budget, str) and budget not in (*TARIFFS, "latency"):
-            raise RecipeError(f"budget {budget!r} of channels: one of {', '.join(TARIFFS)}, latency")
+            raise RecipeError(unknown("budget of channels", budget, [*TARIFFS, "latency"]))
         if multiple < 1:
             raise RecipeError(f"multiple {multiple}: give 1 for any number of channels, or 8, 16, ...")
         check_patterns([*ignore, *(minimum or {}), *(maximum or {})], model)
