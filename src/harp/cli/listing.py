@@ -100,6 +100,7 @@ def known() -> dict[str, Any]:
     others = [
         ("torchvision:NAME", "any classifier of torchvision"),
         ("timm:NAME", "any classifier of timm"),
+        ("robustbench:NAME:FILE", "a checkpoint of RobustBench that you downloaded, with its normalisation"),
         ("path/to/file.py:function", "a function of yours that returns a module"),
     ]
     lists = {

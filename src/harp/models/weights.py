@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import CheckpointError
+from harp.models import foreign
 from harp.models.normalize import Normalized
 from harp.models.tensor_names import Match, best_match, is_constant
 from harp.system.files import StrPath
@@ -46,10 +47,10 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
         harp.load_weights(model, folder / "model.safetensors")
     """
     tensors, _ = load_tensors(path)
-    found = {plain: tensors[name] for plain, name in plain_names(tensors).items()}
     own = model.state_dict()
     names = plain_names(own)
     expected = {plain: own[name] for plain, name in names.items()}
+    found = foreign.evened({plain: tensors[name] for plain, name in plain_names(tensors).items()}, expected)
     match = best_match(found, expected, _tied(expected))
     _check_names(path, found, expected, match)
     given = {name: found[source] for name, source in match.renamed.items()}

@@ -18,6 +18,7 @@ from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
 from harp.experiments import build, recipe, run_folder
 from harp.experiments.run_folder import Finished, LoadedRun, network_of, size_of
+from harp.models import written_out
 from harp.models.normalize import constants as read_constants
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
@@ -143,7 +144,7 @@ def of_target(
         return of_run(network_of(run, shape), run_data)
     given = None if weights is None else str(weights)
     loaded = build.load(target, data_name, data_dir, given, size=size, normalize=normalize)
-    if weights is None:
+    if weights is None and written_out(target) is None:
         display.note("no --weights: the network is exported as its code makes it")
     data, model = loaded.data, loaded.model.eval()
     constants = None if normalize is None else read_constants(normalize)
