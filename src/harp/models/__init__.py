@@ -23,6 +23,7 @@ __all__ = [
     "agreement",
     "build",
     "expected_size",
+    "external",
     "modes",
     "source_file",
     "usual",
