@@ -8,7 +8,7 @@ from harp.data.registry import DATASETS
 from harp.errors import RecipeError
 from harp.experiments import compose
 from harp.experiments.stages import ONE_STEP, Parts, protocol_of
-from harp.models import written_out
+from harp.models import has_weights
 from harp.models.normalize import constants
 from harp.pruning.methods import PRUNERS
 
@@ -43,8 +43,7 @@ def recipe(
     `protocol` lays out the stages: by default they have the lengths that are given.
     """
     name, options = compose.read_method(method, strategy)
-    has_weights = written_out(model) is not None
-    if has_weights and weights is not None:
+    if has_weights(model) and weights is not None:
         raise RecipeError(f"--weights {weights}: {model} has weights of its own")
     preset = DATASETS[data].preset if data in DATASETS else Preset()
     names = ("pretrain", "prune", "finetune")
@@ -61,7 +60,7 @@ def recipe(
     (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
     if objective != "natural" and objective not in ONE_STEP:
         training["step"] = preset.step if epsilon is None else length("epsilon", epsilon) / 4
-    parts = Parts([] if has_weights or weights is not None else [pretrain], prune, finetune)
+    parts = Parts([] if has_weights(model) or weights is not None else [pretrain], prune, finetune)
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}

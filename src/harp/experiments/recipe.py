@@ -37,7 +37,7 @@ from harp.attacks import ATTACKS, named
 from harp.data import registry
 from harp.data.dataset import DataSet
 from harp.errors import RecipeError
-from harp.models import MODELS, written_out
+from harp.models import MODELS, local, written_out
 from harp.pruning.allocation import STRATEGIES
 from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
@@ -155,6 +155,8 @@ def _model(value: Any) -> Any:
         if len(part) > 1:
             raise ValueError(f"{part['name']} has its own options, normalize and weights: give none")
         part = given
+    elif isinstance(part, Mapping) and isinstance(part.get("weights"), str):
+        part = {**part, "weights": local(part["weights"])}
     if isinstance(part, Mapping) and re.search(
         r":|\.py$", str(part.get("name"))
     ):  # a model of the user, whose types are not known

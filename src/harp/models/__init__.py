@@ -14,7 +14,7 @@ from harp.errors import ModelError
 from harp.models import external, input_size, preact_resnet, resnet, small, swish, vgg, weights, wide_resnet
 from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
-from harp.models.pretrained import written_out
+from harp.models.pretrained import fetched, has_weights, local, written_out
 
 __all__ = [
     "MODELS",
@@ -24,6 +24,9 @@ __all__ = [
     "build",
     "expected_size",
     "external",
+    "fetched",
+    "has_weights",
+    "local",
     "modes",
     "source_file",
     "usual",
@@ -99,7 +102,7 @@ def build(
 ) -> nn.Module:
     """Make the model that `spec` names, for images of `shape` (channels, height, width).
 
-    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE` or
+    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE`, `hf:OWNER/NAME` or
     `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per channel, which goes
     inside the model. `options` go to the model's factory. The weights come from torch's random generator, which the
     caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
@@ -161,10 +164,11 @@ def _construct(spec: str, num_classes: int, shape: tuple[int, int, int], options
     file = external.file_of(spec)
     if file is not None:
         return external.from_file(file, spec, num_classes, shape, options)
+    known = [*MODELS, "torchvision:", "timm:", "robustbench:", "hf:"]
     raise ModelError(
-        f"there is no model {spec!r}{external.nearest(spec, [*MODELS, 'torchvision:', 'timm:', 'robustbench:'])}: "
-        f"HARP has {', '.join(MODELS)}; torchvision:NAME, timm:NAME, robustbench:NAME:FILE and "
-        "path/to/file.py:function work too"
+        f"there is no model {spec!r}{external.nearest(spec, known)}: "
+        f"HARP has {', '.join(MODELS)}; torchvision:NAME, timm:NAME, robustbench:NAME:FILE, "
+        "hf:OWNER/NAME and path/to/file.py:function work too"
     )
 
 

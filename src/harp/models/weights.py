@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from harp.errors import CheckpointError
 from harp.models import foreign
 from harp.models.normalize import Normalized
+from harp.models.pretrained import local
 from harp.models.tensor_names import Match, best_match, is_constant
 from harp.system.files import StrPath
 from harp.system.tensors import load_tensors, one_line, plain_names, save_tensors
@@ -40,12 +42,13 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
 
     Arguments:
         model: the architecture.
-        path: a safetensors file, or a checkpoint of torch.
+        path: a safetensors file, a checkpoint of torch, or `hf:OWNER/NAME`.
 
     Example:
         harp.save_model(folder / "model.safetensors", model)
         harp.load_weights(model, folder / "model.safetensors")
     """
+    path = local(os.fspath(path))
     tensors, _ = load_tensors(path)
     own = model.state_dict()
     names = plain_names(own)
