@@ -86,9 +86,9 @@ def amended(hub: stand_in.Hub, **changes: object) -> str:
     """Commit other files to me/net, with a manifest that fits; keys have _ for a dot."""
     files = {name.replace("_", "."): content for name, content in changes.items()}
     encoded = {n: c if isinstance(c, bytes) else yaml.safe_dump(c).encode() for n, c in files.items()}
-    manifest = json.loads(hub.newest("me/net")["harp.json"])
+    manifest = json.loads(hub.newest("me/net")["digests.json"])
     manifest["files"] |= {name: hashlib.sha256(content).hexdigest() for name, content in encoded.items()}
-    return hub.commit("me/net", {**encoded, "harp.json": json.dumps(manifest).encode()})
+    return hub.commit("me/net", {**encoded, "digests.json": json.dumps(manifest).encode()})
 
 
 def recipe_on(hub: stand_in.Hub, model: object) -> dict[str, object]:
@@ -103,7 +103,7 @@ def test_a_pushed_run_comes_back_by_name(hub, folder):
     images = torch.rand(4, *local.shape)
     answers = harp.load("hf:me/net")(images.numpy())
     assert np.allclose(answers, local.model(images).detach().numpy(), atol=2e-2)
-    assert set(hub.newest("me/net")) == {"README.md", "harp.json", *client.FILES} - {"slim.json"}
+    assert set(hub.newest("me/net")) == {"README.md", "digests.json", *client.FILES} - {"slim.json"}
 
 
 def test_the_page_states_licence_tags_and_numbers(pushed):
@@ -181,7 +181,7 @@ def test_failures_are_a_line(hub):
     with pytest.raises(CheckpointError, match=r"does not permit this \(403\)"):
         client.publish("hf:others/net", {"README.md": b""})
     hub.commit("me/other", {"README.md": b"", "pytorch_model.bin": b"\x80"})
-    with pytest.raises(CheckpointError, match=r"no network of harp: there is no harp\.json"):
+    with pytest.raises(CheckpointError, match=r"no network of harp: there is no digests\.json"):
         harp.load_run("hf:me/other")
     assert not any("pytorch_model.bin" in line for line in hub.asked)
     for name in ("hf:me", "hf:me/net/more", "hf:me/net@", "hf:../../etc"):
@@ -222,7 +222,7 @@ def test_files_and_manifest_must_fit(hub, folder):
     hub.repositories["me/net"].commits.append(("2" * 40, {**files, "slim.json": b"{}"}))
     with pytest.raises(CheckpointError, match=r"slim\.json is not the one"):
         harp.load_run("hf:me/net")
-    hub.repositories["me/net"].commits.append(("3" * 40, {**files, "harp.json": b'{"format": 2}'}))
+    hub.repositories["me/net"].commits.append(("3" * 40, {**files, "digests.json": b'{"format": 2}'}))
     with pytest.raises(CheckpointError, match="another version"):
         harp.load_run("hf:me/net")
 

@@ -246,7 +246,7 @@ def test_names_that_are_no_checkpoint_are_refused(tmp_path):
     path = saved(tmp_path, {})
     for spec, words in [
         (f"robustbench:Rade2021Helper_R18_dpm:{path}", "did you mean Rade2021Helper_R18_ddpm"),
-        (f"robustbench:zzz:{path}", "lists the names"),
+        (f"robustbench:zzz:{path}", "which are"),
         ("robustbench:Wong2020Fast", "write robustbench:Wong2020Fast:FILE"),
         (f"robustbench:Wong2020Fast:{tmp_path / 'none.pt'}", "there is no file"),
     ]:

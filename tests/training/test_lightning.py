@@ -170,10 +170,10 @@ def test_the_modules_logger_gets_the_pruners_numbers(tmp_path):
 
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("docs/trainers.md", "python")
+    (example,) = blocks("docs/how-to/trainers.md", "python")
     quick = example.replace("max_epochs=20", "max_epochs=1, accelerator='cpu', logger=False").replace("0.01", "0.1")
     scope: dict[str, Any] = {"net": cases.build("conv"), "loader": loader()}
-    exec(compile(quick.replace("steps=10", "steps=1"), "docs/trainers.md", "exec"), scope)
+    exec(compile(quick.replace("steps=10", "steps=1"), "docs/how-to/trainers.md", "exec"), scope)
     assert harp.load_masks("masks.safetensors").keys() == scope["callback"].masks.keys()
 
 

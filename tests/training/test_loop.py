@@ -437,7 +437,7 @@ def test_a_state_of_another_version_is_refused() -> None:
 
 
 def test_trackers_take_the_records_as_they_are() -> None:
-    """By the one-liners of docs/trainers.md; MLflow wants a number under each name, and a step."""
+    """By the one-liners of docs/how-to/trainers.md; MLflow wants a number under each name, and a step."""
     logged: list[tuple[int, dict[str, float]]] = []
 
     class Mlflow:
@@ -446,7 +446,7 @@ def test_trackers_take_the_records_as_they_are() -> None:
             logged.append((step, {name: float(value) for name, value in metrics.items()}))
 
     names = {"mlflow": Mlflow, "wandb": type("Wandb", (), {"log": lambda record: Mlflow.log_metrics(record, 0)})}
-    lines = re.findall(r"on_epoch=(.+)\)$", blocks("docs/trainers.md", "text")[0], re.MULTILINE)
+    lines = re.findall(r"on_epoch=(.+)\)$", blocks("docs/how-to/trainers.md", "text")[0], re.MULTILINE)
     assert len(lines) == 2
     for line in lines:
         model = cases.build("conv")

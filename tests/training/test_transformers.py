@@ -176,10 +176,10 @@ def test_numbers_of_an_epoch_are_reported(tmp_path):
 
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks("docs/trainers.md", "py")
+    (example,) = blocks("docs/how-to/trainers.md", "py")
     quick = example.replace("num_train_epochs=20", "num_train_epochs=1, use_cpu=True, report_to=[]")
     scope: dict[str, Any] = {"model": Robust(), "images": images()}
-    exec(compile(quick.replace("0.01", "0.1"), "docs/trainers.md", "exec"), scope)
+    exec(compile(quick.replace("0.01", "0.1"), "docs/how-to/trainers.md", "exec"), scope)
     assert harp.load_masks("masks.safetensors").keys() == scope["callback"].masks.keys()
 
 

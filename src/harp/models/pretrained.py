@@ -48,7 +48,7 @@ def _from_robustbench(spec: str) -> dict[str, Any]:
     name, colon, file = spec.removeprefix(ROBUSTBENCH).partition(":")
     if name not in PUBLISHED:
         close = difflib.get_close_matches(name, list(PUBLISHED), n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else "docs/models.md says which are"
+        hint = f"did you mean {', '.join(close)}?" if close else "docs/how-to/models.md says which are"
         raise ModelError(f"RobustBench's {name!r} is not known here: {hint}")
     if not colon or not file:
         raise ModelError(f"{spec} names no checkpoint: write {ROBUSTBENCH}{name}:FILE, downloaded by you")

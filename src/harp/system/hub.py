@@ -18,7 +18,7 @@ from harp.system import files
 from harp.system.files import reason
 
 PREFIX = "hf:"
-MANIFEST = "harp.json"
+MANIFEST = "digests.json"
 SPARSE = "network.harp"
 WEIGHTS = "model.safetensors"
 FILES = ("recipe.yaml", "summary.json", WEIGHTS, "masks.safetensors", "slim.json", SPARSE)
