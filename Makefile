@@ -21,7 +21,7 @@ native: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo 'harp needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' && false)
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,report,images,vision,track,export]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,report,images,vision,track,export,lightning,hub]"
 	touch $(STAMP)
 
 demo: install

@@ -21,7 +21,7 @@ from harp.data.dataset import Split
 from harp.errors import CheckpointError, RecipeError
 from support import cases, finished_run
 
-NEED_A_RUN = {"LoadedRun", "Run", "export", "load", "load_run"}  # their examples take files or minutes
+NEED_A_RUN = {"push", "LoadedRun", "Run", "export", "load", "load_run"}  # their examples take files or minutes
 PROTOCOLS = {"Attack", "Units"}  # nobody constructs them
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from harp.data.registry import holdout as holdout
     from harp.data.registry import load as load_data
     from harp.deploy.export.api import export as export
+    from harp.deploy.sharing import push as push
     from harp.engine.load import load as load
     from harp.errors import HarpError as HarpError
     from harp.evaluation.score import Score as Score
@@ -163,6 +164,7 @@ _HOMES = {
     "load_weights": "harp.models.weights",
     "peers": "harp.system.distributed.peers",
     "plot": "harp.reports.pictures",
+    "push": "harp.deploy.sharing",
     "save_masks": "harp.pruning.masks",
     "save_model": "harp.models.weights",
     "schedules": "harp.pruning.schedules",

@@ -35,6 +35,23 @@ def test_every_method_prunes_from_flags(method: str, tmp_path: Path, monkeypatch
     assert sum(stage.epochs for stage in run.recipe.stages) == 3
 
 
+def test_a_checkpoint_of_robustbench_takes_the_place_of_pre_training(tmp_path: Path) -> None:
+    file = tmp_path / "wong.pt"
+    file.touch()
+    model = f"robustbench:Wong2020Fast:{file}"
+    flags = {"method": "harp", "strategy": None, "epochs": (None, None, None), **FLAGS}
+    made = parse(presets.recipe(model, "cifar10", "1%", **flags))
+    assert made.name == "harp-Wong2020Fast-1"
+    assert [stage.name for stage in made.stages] == ["prune", "finetune"]
+    assert (made.model.name, made.model.weights) == ("preact-resnet18", str(file))
+    assert made.model.options == {"final_norm": False, "activated": False}
+    assert made.model.normalize == ([0.4914, 0.4822, 0.4465], [0.2471, 0.2435, 0.2616])
+    with pytest.raises(RecipeError, match="has weights of its own"):
+        presets.recipe(model, "cifar10", "1%", **{**flags, "weights": "mine.pt"})
+    with pytest.raises(RecipeError, match="give none"):
+        parse({**made.model_dump(exclude_defaults=True), "model": {"name": model, "width": 0.5}})
+
+
 def test_own_weights_take_the_place_of_pre_training() -> None:
     for method, names in (("harp", ["prune", "finetune"]), ("bcs-p", ["train"]), ("lamp", ["prune", "finetune"])):
         stages = content(method, weights="mine.safetensors")["stages"]

@@ -1,5 +1,6 @@
 """The loop: which epoch it selects, what it refuses, and which batches it takes."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from harp.training.dataloaders import EpochBatches, by_epoch
 from harp.training.loop import fit
 from harp.training.objectives import Natural, PgdTraining
 from support import cases
+from support.documents import blocks
 from support.methods import Memory, Three
 
 
@@ -432,3 +434,23 @@ def test_a_state_of_another_version_is_refused() -> None:
     keeper.save({"epoch": 0, "step": 0, "loss_sum": 0.0})
     with pytest.raises(CheckpointError, match="'seconds', another version wrote it: delete it"):
         fit(model, [cases.batch()], Natural(), Dense(Weights(model)), epochs=1, keeper=keeper)
+
+
+def test_trackers_take_the_records_as_they_are() -> None:
+    """By the one-liners of docs/how-to/trainers.md; MLflow wants a number under each name, and a step."""
+    logged: list[tuple[int, dict[str, float]]] = []
+
+    class Mlflow:
+        @staticmethod
+        def log_metrics(metrics: dict[str, float], step: int) -> None:
+            logged.append((step, {name: float(value) for name, value in metrics.items()}))
+
+    names = {"mlflow": Mlflow, "wandb": type("Wandb", (), {"log": lambda record: Mlflow.log_metrics(record, 0)})}
+    lines = re.findall(r"on_epoch=(.+)\)$", blocks("docs/how-to/trainers.md", "text")[0], re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        model = cases.build("conv")
+        pruner, batches = Harp(Weights(model), 0.1), [cases.batch(seed=1)]
+        fit(model, batches, Natural(), pruner, epochs=2, validate=lambda: {"val": 0.5}, on_epoch=eval(line, names))
+    assert [step for step, _ in logged] == [0, 0, 1, 2]
+    assert all({"loss", "lr", "val", "budget_loss"} <= set(numbers) for _, numbers in logged)

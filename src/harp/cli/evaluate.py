@@ -71,6 +71,7 @@ def evaluate(
     from harp.evaluation.corruptions import find
     from harp.evaluation.results import Audit
     from harp.experiments import build
+    from harp.models import has_weights
     from harp.reports import card
     from harp.system.distributed import fabric, peers
     from harp.system.interrupt import Stop
@@ -115,7 +116,7 @@ def evaluate(
     corrupted = None if corruptions is None else find(corruptions, subject.data)
     folder = out or _folder(target)
     audit = audit_of(subject, folder, display=display, peers=processes_of_run)
-    if weights is None and not Path(target).is_dir():
+    if weights is None and not Path(target).is_dir() and not has_weights(target):
         display.note("no --weights: the network is measured as its code makes it")
     with stop.on_signals():
         results = [audit.natural(), *(audit.under(*named_attack) for named_attack in attacks)]

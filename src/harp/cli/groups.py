@@ -51,7 +51,7 @@ GROUPS = {
     "Machine": ("devices", "accelerator", "nodes", "node_rank", "main_address", "workers", "jobs"),
     "Cluster": ("launcher", "sbatch", "dry_run", "wait"),
     "Saving and stopping": ("max_minutes", "minutes", "keep_states"),
-    "Submission": ("name", "key", "title", "authors", "venue", "link"),
+    "Submission": ("name", "key", "title", "authors", "venue", "link", "private", "license"),
     "Output": ("out", "to", "values", "dense", "as_json"),
 }
 """The options of each group by their names in Python, in the order in which `--help` shows them."""
@@ -71,6 +71,7 @@ PAGES = {
     "report": "docs/how-to/evaluation.md",
     "slim": "docs/how-to/channels.md",
     "export": "docs/how-to/export.md",
+    "push": "docs/how-to/sharing.md",
     "bench": "docs/explanation/engine.md",
     "shard": "docs/how-to/data.md",
     "list": "docs/reference/recipes.md",

@@ -100,6 +100,8 @@ def known() -> dict[str, Any]:
     others = [
         ("torchvision:NAME", "any classifier of torchvision"),
         ("timm:NAME", "any classifier of timm"),
+        ("robustbench:NAME:FILE", "a checkpoint of RobustBench that you downloaded, with its normalisation"),
+        ("hf:OWNER/NAME", "a network that `harp push` wrote to the Hugging Face Hub; @REVISION may follow"),
         ("path/to/file.py:function", "a function of yours that returns a module"),
     ]
     lists = {

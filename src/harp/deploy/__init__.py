@@ -1,4 +1,4 @@
-"""Networks as files for elsewhere: exported, slimmed, attacked as files, timed.
+"""Networks as files for elsewhere: exported, slimmed, attacked as files, timed, shared.
 
 `runtimes` opens a file in the runtimes that read it, here or in a fresh process (`fresh_process`).
 """
@@ -9,5 +9,6 @@ __all__ = [
     "exported_eval",
     "fresh_process",
     "runtimes",
+    "sharing",
     "slim",
 ]

@@ -1,6 +1,7 @@
 """Loads networks from `.harp` files. It needs numpy only, unless the network has nodes that torch computes."""
 
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from harp.engine.graph.nodes import Graph
 from harp.engine.native import bindings
 from harp.engine.network import Network
 from harp.errors import CheckpointError
+from harp.system import hub
 from harp.system.files import StrPath, reason
 
 GENEROUS = 1 << 34
@@ -24,7 +26,7 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
     same type. The file is not trusted: its content is checked.
 
     Arguments:
-        path: the file.
+        path: the file, or `hf:OWNER/NAME`, what `harp push` wrote to a hub.
         threads: how many threads compute at once.
         limit: how many bytes the tensors may take, and about how many a thread may take for a group of images.
 
@@ -32,6 +34,7 @@ def load(path: StrPath, *, threads: int = 1, limit: int = 1 << 32) -> Network:
         network = harp.load("network.harp", threads=2)
         logits = network(images)
     """
+    path = hub.fetch(os.fspath(path)) / hub.SPARSE if hub.is_name(os.fspath(path)) else path
     try:
         header, stored = read_sparse(Path(path), limit)
         if "graph" not in header:

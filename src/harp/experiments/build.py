@@ -20,6 +20,7 @@ from harp.evaluation.accuracy import DEFAULT, Subject
 from harp.experiments import recipe, run_folder
 from harp.experiments.image_size import image_size
 from harp.experiments.places import Places
+from harp.models import has_weights
 from harp.models.normalize import constants
 from harp.models.weights import load_weights
 from harp.pruning import methods
@@ -42,7 +43,9 @@ def load(
 
     `size` is that of images that are resized, `normalize` the text of a normalisation; both are for models only.
     """
-    folder = Path(target)
+    if weights is not None and has_weights(target):
+        raise RecipeError(f"--weights {weights}: {target} has weights of its own")
+    folder = run_folder.place(target)
     if folder.is_dir() and (size is not None or normalize is not None):
         raise RecipeError(f"--size and --normalize are for models: {target} is a run, which has its own")
     if folder.is_dir():

@@ -5,8 +5,10 @@ from typing import Any
 from harp.attacks import length
 from harp.data.datasets.base import Preset
 from harp.data.registry import DATASETS
+from harp.errors import RecipeError
 from harp.experiments import compose
 from harp.experiments.stages import ONE_STEP, Parts, protocol_of
+from harp.models import has_weights
 from harp.models.normalize import constants
 from harp.pruning.methods import PRUNERS
 
@@ -41,6 +43,8 @@ def recipe(
     `protocol` lays out the stages: by default they have the lengths that are given.
     """
     name, options = compose.read_method(method, strategy)
+    if has_weights(model) and weights is not None:
+        raise RecipeError(f"--weights {weights}: {model} has weights of its own")
     preset = DATASETS[data].preset if data in DATASETS else Preset()
     names = ("pretrain", "prune", "finetune")
     first, second, third = ({"name": n, "epochs": length} for n, length in zip(names, preset.epochs, strict=True))
@@ -56,11 +60,11 @@ def recipe(
     (evaluation if objective == "natural" else training)["epsilon"] = epsilon or preset.epsilon
     if objective != "natural" and objective not in ONE_STEP:
         training["step"] = preset.step if epsilon is None else length("epsilon", epsilon) / 4
-    parts = Parts([] if weights is not None else [pretrain], prune, finetune)
+    parts = Parts([] if has_weights(model) or weights is not None else [pretrain], prune, finetune)
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}
-    title = f"{method}-{'channels-' if channels else ''}{model.rpartition('/')[2]}-{keep}"
+    title = f"{method}-{'channels-' if channels else ''}{_short(model)}-{keep}"
     return {
         "name": "".join(letter if letter.isalnum() else "-" for letter in title).strip("-"),
         "seed": seed,
@@ -73,3 +77,9 @@ def recipe(
         "stages": protocol_of(protocol).stages(parts, {"name": name, **options, "keep": keep}, training),
         "evaluate": evaluation,
     }
+
+
+def _short(model: str) -> str:
+    """The part of a model's name that tells it from others."""
+    published, colon, _ = model.removeprefix("robustbench:").partition(":")
+    return published if colon and model.startswith("robustbench:") else model.rpartition("/")[2]

@@ -37,7 +37,7 @@ from harp.attacks import ATTACKS, named
 from harp.data import registry
 from harp.data.dataset import DataSet
 from harp.errors import RecipeError
-from harp.models import MODELS
+from harp.models import MODELS, local, written_out
 from harp.pruning.allocation import STRATEGIES
 from harp.pruning.channels import TARIFFS
 from harp.pruning.methods import PRUNERS
@@ -150,6 +150,13 @@ def _attack(value: Any) -> Any:
 
 def _model(value: Any) -> Any:
     part = {"name": value} if isinstance(value, str) else value
+    given = written_out(str(part.get("name"))) if isinstance(part, Mapping) else None
+    if given is not None:
+        if len(part) > 1:
+            raise ValueError(f"{part['name']} has its own options, normalize and weights: give none")
+        part = given
+    elif isinstance(part, Mapping) and isinstance(part.get("weights"), str):
+        part = {**part, "weights": local(part["weights"])}
     if isinstance(part, Mapping) and re.search(
         r":|\.py$", str(part.get("name"))
     ):  # a model of the user, whose types are not known

@@ -34,7 +34,7 @@ from harp.experiments.records import KINDS, Record, StageFile, Summary
 from harp.pruning import masks
 from harp.pruning.channels import Cut
 from harp.pruning.masks import Masks
-from harp.system import files
+from harp.system import files, hub
 from harp.system.notebook import html_table
 from harp.system.progress import Quiet
 from harp.system.tensors import load_tensors
@@ -329,18 +329,23 @@ def load_run(folder: str | Path, *, data_dir: str | Path | None = None) -> Loade
     """Load the network of a finished run: in eval mode, masks applied and pruned channels cut out.
 
     Arguments:
-        folder: what `harp run` wrote.
+        folder: what `harp run` wrote, or `hf:OWNER/NAME`, what `harp push` wrote to a hub.
         data_dir: where data sets are. It is read only if nothing else says the shape of the images.
 
     Example:
         run = harp.load_run("runs/mine-0123456789ab")
         logits = run.model(images)
     """
-    run = read(folder)
+    run = read(place(folder))
     shape = run.shape
     if shape is None:
         shape = run.load_data(None if data_dir is None else Path(data_dir)).shape
     return network_of(run, shape)
+
+
+def place(target: str | Path) -> Path:
+    """The folder of a run; that of a network on a hub is fetched."""
+    return models.fetched(str(target)) if hub.is_name(str(target)) else Path(target)
 
 
 def network_of(run: Finished, shape: tuple[int, int, int]) -> LoadedRun:

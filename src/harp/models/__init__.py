@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.models import external, input_size, resnet, small, vgg, wide_resnet
+from harp.models import external, input_size, preact_resnet, resnet, small, swish, vgg, weights, wide_resnet
 from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
+from harp.models.pretrained import fetched, has_weights, local, written_out
 
 __all__ = [
     "MODELS",
@@ -22,10 +23,15 @@ __all__ = [
     "agreement",
     "build",
     "expected_size",
+    "external",
+    "fetched",
+    "has_weights",
+    "local",
     "modes",
     "source_file",
     "usual",
     "weights",
+    "written_out",
 ]
 
 
@@ -47,6 +53,12 @@ MODELS: dict[str, ModelEntry] = {
     "resnet50": ModelEntry(resnet.resnet50, "ResNet-50 for ImageNet (25.5 M weights)", *_IMAGENET),
     "wrn-28-4": ModelEntry(wide_resnet.wrn_28_4, "WideResNet-28-4 for 32x32 images (5.8 M weights)"),
     "wrn-28-10": ModelEntry(wide_resnet.wrn_28_10, "WideResNet-28-10 for 32x32 images (36.5 M weights)"),
+    "wrn": ModelEntry(wide_resnet.wrn, "WideResNet of any depth and widen factor, by default 34 and 10"),
+    "preact-resnet18": ModelEntry(preact_resnet.preact_resnet18, "pre-activation ResNet-18 (11.2 M weights)"),
+    "swish-preact-resnet18": ModelEntry(
+        swish.swish_preact_resnet18, "the same with Swish and 3x3 shortcuts, as Gowal 2021 (12.6 M weights)"
+    ),
+    "swish-wrn": ModelEntry(swish.swish_wrn, "WideResNet with Swish, by default of depth 28 and widen factor 10"),
     "vgg8": ModelEntry(small.vgg8, "a small VGG, five convolutions (0.7 M weights)"),
     "resnet8": ModelEntry(small.resnet8, "a small ResNet, three blocks (0.1 M weights)"),
     "convnet": ModelEntry(small.convnet, "four convolutions and two linear layers for small grey images"),
@@ -90,10 +102,10 @@ def build(
 ) -> nn.Module:
     """Make the model that `spec` names, for images of `shape` (channels, height, width).
 
-    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME` or `path/to/file.py:function`; a file is
-    Python code, and it runs. `normalize` is (mean, std) per channel, which goes inside the model.
-    `options` go to the model's factory. The weights come from torch's random generator, which the caller
-    seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
+    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE`, `hf:OWNER/NAME` or
+    `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per channel, which goes
+    inside the model. `options` go to the model's factory. The weights come from torch's random generator, which the
+    caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
     `num_classes` finite logits an image.
 
     Arguments:
@@ -107,6 +119,9 @@ def build(
         model = harp.build_model("tinynet", num_classes=10, shape=(1, 28, 28))
     """
     _check_data(num_classes, shape)
+    given = written_out(spec)
+    if given is not None:
+        return _pretrained(spec, given, num_classes, shape, normalize, options)
     with external.importable(spec):
         model = _construct(spec, num_classes, shape, options)
         if normalize is not None:
@@ -115,6 +130,17 @@ def build(
                 raise ModelError(f"normalisation is for {len(mean)} channels, the data has {shape[0]}")
             model = Normalized(model, mean, std)
         _check_logits(model, spec, num_classes, shape)
+    return model
+
+
+def _pretrained(
+    spec: str, given: dict[str, Any], classes: int, shape: tuple[int, int, int], normalize: object, options: object
+) -> nn.Module:
+    if normalize is not None or options:
+        raise ModelError(f"{spec} has its own normalisation and options: give none")
+    name, file = given.pop("name"), given.pop("weights")
+    model = build(name, num_classes=classes, shape=shape, **given)
+    weights.load_weights(model, file)
     return model
 
 
@@ -138,9 +164,11 @@ def _construct(spec: str, num_classes: int, shape: tuple[int, int, int], options
     file = external.file_of(spec)
     if file is not None:
         return external.from_file(file, spec, num_classes, shape, options)
+    known = [*MODELS, "torchvision:", "timm:", "robustbench:", "hf:"]
     raise ModelError(
-        f"there is no model {spec!r}{external.nearest(spec, [*MODELS, 'torchvision:', 'timm:'])}: "
-        f"HARP has {', '.join(MODELS)}; torchvision:NAME, timm:NAME and path/to/file.py:function work too"
+        f"there is no model {spec!r}{external.nearest(spec, known)}: "
+        f"HARP has {', '.join(MODELS)}; torchvision:NAME, timm:NAME, robustbench:NAME:FILE, "
+        "hf:OWNER/NAME and path/to/file.py:function work too"
     )
 
 

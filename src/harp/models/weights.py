@@ -2,13 +2,16 @@
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from harp.errors import CheckpointError
+from harp.models import foreign
 from harp.models.normalize import Normalized
+from harp.models.pretrained import local
 from harp.models.tensor_names import Match, best_match, is_constant
 from harp.system.files import StrPath
 from harp.system.tensors import load_tensors, one_line, plain_names, save_tensors
@@ -39,17 +42,18 @@ def load_weights(model: nn.Module, path: StrPath) -> None:
 
     Arguments:
         model: the architecture.
-        path: a safetensors file, or a checkpoint of torch.
+        path: a safetensors file, a checkpoint of torch, or `hf:OWNER/NAME`.
 
     Example:
         harp.save_model(folder / "model.safetensors", model)
         harp.load_weights(model, folder / "model.safetensors")
     """
+    path = local(os.fspath(path))
     tensors, _ = load_tensors(path)
-    found = {plain: tensors[name] for plain, name in plain_names(tensors).items()}
     own = model.state_dict()
     names = plain_names(own)
     expected = {plain: own[name] for plain, name in names.items()}
+    found = foreign.evened({plain: tensors[name] for plain, name in plain_names(tensors).items()}, expected)
     match = best_match(found, expected, _tied(expected))
     _check_names(path, found, expected, match)
     given = {name: found[source] for name, source in match.renamed.items()}

@@ -6,6 +6,7 @@ The modules are named as in the public robust checkpoints, which therefore load.
 import torch
 from torch import Tensor, nn
 
+from harp.errors import ModelError
 from harp.models.width import scaled
 
 
@@ -79,3 +80,17 @@ def wrn_28_4(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) ->
 def wrn_28_10(num_classes: int = 10, in_channels: int = 3, width: float = 1.0) -> WideResNet:
     """WideResNet-28-10: 28 layers, ten times the thin network's channels."""
     return WideResNet(4, 10, num_classes, in_channels, width)
+
+
+def wrn(
+    num_classes: int = 10, in_channels: int = 3, depth: int = 34, widen: float = 10, width: float = 1.0
+) -> WideResNet:
+    """WideResNet-`depth`-`widen`."""
+    return WideResNet(blocks_of(depth), widen, num_classes, in_channels, width)
+
+
+def blocks_of(depth: int) -> int:
+    """The blocks in each of the three stages of a wide network of so many layers."""
+    if type(depth) is not int or depth < 10 or (depth - 4) % 6:
+        raise ModelError(f"depth is {depth!r}; it must be a whole number 6 n + 4, such as 28, 34 or 70")
+    return (depth - 4) // 6

@@ -39,8 +39,8 @@ def write(run: str | Path) -> Path:
     return path
 
 
-def card(run: str | Path) -> str:
-    """The card of a finished run, in Markdown."""
+def card(run: str | Path, license: str | None = None) -> str:
+    """The card of a finished run, in Markdown; its licence is for whoever publishes it to state."""
     finished = run_folder.read(run)
     recipe, summary, results, known = finished.recipe, finished.summary, _results(finished), facts(finished.data)
     layers, findings = summary["layers"], [one for check in finished.of_kind("checks") for one in check["findings"]]
@@ -49,7 +49,8 @@ def card(run: str | Path) -> str:
     return templating.render(
         "model_card.md",
         run=finished,
-        front_matter=_front_matter(finished, results),
+        front_matter=_front_matter(finished, results, license),
+        license=license,
         architecture=_architecture(finished),
         cut=artefact.cut_of(finished.folder),
         method=_method(finished),
@@ -100,7 +101,7 @@ def _results(finished: Finished) -> list[Mapping[str, Any]]:
     return list(chosen.values())
 
 
-def _front_matter(finished: Finished, results: list[Mapping[str, Any]]) -> str:
+def _front_matter(finished: Finished, results: list[Mapping[str, Any]], license: str | None) -> str:
     metrics = []
     for result in results:
         attack = result.get("attack")
@@ -112,7 +113,7 @@ def _front_matter(finished: Finished, results: list[Mapping[str, Any]]) -> str:
     failed = [remark.replace(" ", "-")] if remark else []
     entry = {"task": {"type": "image-classification"}, "dataset": {"name": finished.data, "type": finished.data}}
     content = {
-        "license": "unknown",
+        "license": license or "unknown",
         "library_name": "harp",
         "pipeline_tag": "image-classification",
         "tags": ["pruning", _TAGS[finished.recipe.units.kind], "adversarial-robustness", "pytorch", *failed],

@@ -3,6 +3,7 @@
 __all__ = [
     "distributed",
     "files",
+    "hub",
     "interrupt",
     "library_progress",
     "memory",

@@ -9,6 +9,7 @@ from torch import nn
 from harp.deploy.export import source, write
 from harp.errors import RecipeError
 from harp.experiments.run_folder import LoadedRun
+from harp.system import hub
 from harp.system.progress import Quiet
 
 
@@ -60,6 +61,8 @@ def export(
             data = source.data_of(network.finished, directory, Quiet(), needed=check)
             exported, home = source.of_run(network, data), network.folder
         else:
+            if hub.is_name(str(network)) and folder is None:
+                raise RecipeError(f"{network} has no folder here: give `folder`")
             exported = source.of_target(str(network), None, directory, None, Quiet(), needs_data=check)
             home = Path(network)
         target = home / "export" if folder is None else Path(folder)

@@ -18,10 +18,12 @@ from harp.evaluation import accuracy, score
 from harp.evaluation.predict import answer, as_input
 from harp.experiments import build, recipe, run_folder
 from harp.experiments.run_folder import Finished, LoadedRun, network_of, size_of
+from harp.models import has_weights
 from harp.models.normalize import constants as read_constants
 from harp.pruning.channels import Cut
 from harp.pruning.channels.removal import remove_dead
 from harp.pruning.masks import Masks
+from harp.system import hub
 from harp.system.progress import Quiet
 from harp.system.seeds import derive
 
@@ -132,10 +134,10 @@ def of_target(
     normalize: str | None = None,
 ) -> Source:
     """The source that a command names: a run's folder, or a model and a data set as in `harp evaluate`."""
-    if Path(target).is_dir():
+    if Path(target).is_dir() or hub.is_name(target):
         if any(option is not None for option in (weights, data_name, size, normalize)):
             raise RecipeError("--weights, --data, --size and --normalize are for models: a run has its own")
-        run = run_folder.read(target)
+        run = run_folder.read(run_folder.place(target))
         run_data = data_of(run, data_dir, display, needed=needs_data)
         shape = run.shape if run_data is None else run_data.shape
         if shape is None:
@@ -143,7 +145,7 @@ def of_target(
         return of_run(network_of(run, shape), run_data)
     given = None if weights is None else str(weights)
     loaded = build.load(target, data_name, data_dir, given, size=size, normalize=normalize)
-    if weights is None:
+    if weights is None and not has_weights(target):
         display.note("no --weights: the network is exported as its code makes it")
     data, model = loaded.data, loaded.model.eval()
     constants = None if normalize is None else read_constants(normalize)

@@ -252,7 +252,7 @@ class Pruner(nn.Module):
         """Prune in any training loop: the optimiser then steps what this pruner learns, which updates the weights.
 
         Call `after_epoch()` at the end of each epoch and `finish()` at the end. After that the optimiser trains the
-        weights that are left.
+        weights that are left. Until then the optimiser's `state_dict` holds the pruner's.
         """
         self.take_over(optimizer).around_steps(self.after_backward, self.after_step)
         return self
@@ -271,6 +271,12 @@ class Pruner(nn.Module):
         self._taken = Takeover(optimizer, self.trainable(), self.units.model)
         self.bind(optimizer)
         self.start(plan)
+
+        def load(state: dict[str, Any]) -> None:
+            self.load_state_dict(state)
+            self.start(plan)
+
+        self._taken.within_its_state(self.state_dict, load)
         return self._taken
 
     def __repr__(self) -> str:

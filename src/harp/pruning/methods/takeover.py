@@ -8,13 +8,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from harp.errors import ModelError, RecipeError
+from harp.errors import CheckpointError, ModelError, RecipeError
 from harp.system.numbers import brief
 
 if TYPE_CHECKING:
     from harp.pruning.methods.base import ParameterGroup
 
 _TAKEN = "_harp_taken"  # an attribute of the optimiser
+_STATE = "pruner"  # a key of the optimiser's state
 _SCHEDULED = "initial_lr"  # what torch's learning-rate schedules add to every group
 
 
@@ -78,6 +79,26 @@ class Takeover:
         for group in groups:
             self.optimizer.add_param_group(group)
 
+    def within_its_state(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
+        """Keep the state of the pruner within the optimiser's, so that whoever saves the latter saves both."""
+
+        def save(_: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+            return {**whole, _STATE: state()}
+
+        def restore(_: Optimizer, whole: dict[str, Any]) -> None:
+            if _STATE not in whole:
+                raise CheckpointError(
+                    "the optimiser's state holds no pruner: it was saved before one was attached, or after its finish()"
+                )
+            load(whole[_STATE])
+
+        self.handles.append(self.optimizer.register_state_dict_post_hook(save))
+        self.handles.append(self.optimizer.register_load_state_dict_pre_hook(restore))
+
+    def after_steps(self, after_step: Callable[[], None]) -> None:
+        """Call this after each step."""
+        self.handles.append(self.optimizer.register_step_post_hook(lambda *_: after_step()))
+
     def around_steps(self, after_backward: Callable[[], None], after_step: Callable[[], None]) -> None:
         """Call these between the backward pass and the step, and after the step."""
 
@@ -97,7 +118,7 @@ class Takeover:
             return (itself,), {**options, "closure": whole}
 
         self.handles.append(self.optimizer.register_step_pre_hook(before))
-        self.handles.append(self.optimizer.register_step_post_hook(lambda *_: after_step()))
+        self.after_steps(after_step)
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
