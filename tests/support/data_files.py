@@ -75,3 +75,19 @@ def paint(path: Path, width: int, height: int, colour: tuple[int, int, int] = (1
     image = pytest.importorskip("PIL.Image")
     path.parent.mkdir(parents=True, exist_ok=True)
     image.new("RGB", (width, height), colour).save(path)
+
+
+def png(width: int, height: int, colour: tuple[int, int, int] = (10, 20, 30)) -> bytes:
+    stream = io.BytesIO()
+    pytest.importorskip("PIL.Image").new("RGB", (width, height), colour).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def save_to_disk(folder: Path, images: list[bytes], classes: list[str]) -> None:
+    """A data set as Hugging Face's library saves it; the classes take turns."""
+    library = pytest.importorskip("datasets", reason="needs the extra huggingface")
+    features = library.Features({"image": library.Image(), "label": library.ClassLabel(names=classes)})
+    labels = [number % len(classes) for number in range(len(images))]
+    columns = {"image": [{"bytes": data, "path": None} for data in images], "label": labels}
+    arrow = pytest.importorskip("pyarrow")
+    library.Dataset(arrow.table(columns, schema=features.arrow_schema), fingerprint="made").save_to_disk(str(folder))

@@ -5,7 +5,6 @@ Each split has two tensors: images as uint8 or float32 in [0, 1], and labels. Im
 """
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,8 +15,6 @@ from torch import Tensor
 from harp.data.streaming.images import Streamed
 from harp.errors import DataError
 from harp.system.seeds import derive
-
-logger = logging.getLogger("harp")
 
 TEST_SHARE = 0.2
 """The share of all images that become the test set of data without one."""
@@ -161,15 +158,7 @@ def draw_test(labels: Tensor, where: str) -> Tensor:
     counts = torch.unique(labels, return_counts=True)[1]
     if not len(labels) or int(counts.min()) < 2:
         raise DataError(f"{where}: no test images, and a class with one image, expected 2 or more to draw test images")
-    test = _held(labels, max(1, round(TEST_SHARE * len(labels))), 0)
-    logger.info(
-        "%s: no test images of its own: %s of its %s images are the test set: %.0f %% of each class, always the same",
-        where,
-        f"{int(test.sum()):,}",
-        f"{len(labels):,}",
-        100 * TEST_SHARE,
-    )
-    return test
+    return _held(labels, max(1, round(TEST_SHARE * len(labels))), 0)
 
 
 def draw(split: Split, size: int, seed: int) -> Split:

@@ -7,11 +7,12 @@
 """
 
 import difflib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from harp.data.dataset import DataSet, Split, draw, holdout
+from harp.data.dataset import TEST_SHARE, DataSet, Split, draw, holdout
 from harp.data.datasets.base import Encoded, Facts, InMemory, Preset
 from harp.data.datasets.cifar import CIFAR10, CIFAR10_CLASSES, CIFAR100, CIFAR100_CLASSES, Cifar
 from harp.data.datasets.huggingface import HuggingFace, is_saved
@@ -23,6 +24,8 @@ from harp.data.datasets.shards import Shards
 from harp.data.datasets.svhn import Svhn
 from harp.errors import DataError
 from harp.system.progress import Quiet
+
+logger = logging.getLogger("harp")
 
 __all__ = [
     "DATASETS",
@@ -266,6 +269,17 @@ def load(
         print(len(data.train), data.shape, data.num_classes)
     """
     source, folder = (place := find(name, data_dir)).source, place.path
+    data = _opened(source, folder, size, stream, margin, display)
+    if data.drawn:
+        count, total = len(data.test), len(data.train) + len(data.test)
+        share = f"{count:,} of its {total:,} images, {TEST_SHARE:.0%} of each class and always the same"
+        logger.info("%s: no test images of its own, so these are %s", folder, share)
+    return data
+
+
+def _opened(
+    source: AnySource, folder: Path, size: int | None, stream: bool | None, margin: float | None, display: Quiet | None
+) -> DataSet:
     if isinstance(source, Encoded):
         return source.open(folder, size, stream=stream, margin=margin, display=display)
     if stream or margin is not None:

@@ -1,7 +1,9 @@
 """A data set of Hugging Face's `datasets` in a folder, as its `save_to_disk` writes it."""
 
 import importlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,7 @@ class HuggingFace(Source):
             )
         parts = _parts(folder)
         image, label, names = _columns(folder, next(iter(parts.values())))
-        encoded = {part: _encoded(rows, image) for part, rows in parts.items()}
-        count, memory = sum(map(len, encoded.values())), machine_memory()
+        count, memory = sum(map(len, parts.values())), machine_memory()
         if memory is not None and 3 * count * size * size > memory:
             wanted = f"{count:,} images at size {size} need {3e-9 * count * size * size:.1f} GB"
             raise DataError(f"{folder}: {wanted}, expected less than {memory / 1e9:.1f} GB")
@@ -47,7 +48,7 @@ class HuggingFace(Source):
             part: Split(
                 _decoded(rows, image, size, f"{folder}: {part}", display or Quiet()), _labels(rows, label, folder)
             )
-            for part, rows in encoded.items()
+            for part, rows in parts.items()
         }
         train, drawn = splits["train"], "test" not in splits
         if drawn:
@@ -62,7 +63,7 @@ class HuggingFace(Source):
         rows = next(iter(_parts(folder).values()))
         image = _columns(folder, rows)[0]
         with strict_warnings():
-            size = decode_image(_bytes(_encoded(rows, image)[0][image], str(folder)), str(folder)).size
+            size = decode_image(_bytes(_cells(rows, image, 0, 1)[0], str(folder)), str(folder)).size
         return int(size[0]), int(size[1])
 
 
@@ -74,13 +75,22 @@ def _library() -> Any:
         raise MissingExtra(f"{message} ({first_line(error)})") from error
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The library hashes what it does with a data set, and warns of what it can't hash."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def _parts(folder: Path) -> dict[str, Any]:
     """The training part, and the test part if there is one."""
     if not is_saved(folder):
         raise DataError(f"{folder}: no dataset_dict.json, expected what save_to_disk writes; {contents(folder)}")
     library = _library()
     try:
-        loaded = library.load_from_disk(str(folder))
+        with _without_warnings():
+            loaded = library.load_from_disk(str(folder))
     except Exception as error:  # the library raises nearly anything on damaged files
         raise DataError(f"{folder}: can't be read ({first_line(error)}), expected what save_to_disk writes") from error
     if not isinstance(loaded, Mapping):
@@ -106,9 +116,13 @@ def _columns(folder: Path, rows: Any) -> tuple[str, str, tuple[str, ...]]:
     return image, label, tuple(features[label].names) if named else ()
 
 
-def _encoded(rows: Any, image: str) -> Any:
-    """The rows with images as they are stored."""
-    return rows.cast_column(image, _library().Image(decode=False))
+def _cells(rows: Any, column: str, start: int = 0, count: int | None = None) -> list[Any]:
+    """The values of a column as they are stored: images encoded, with their bytes or their path.
+
+    They are read from the table itself: the library's own ways decode them, or hash each operation first.
+    """
+    values: list[Any] = rows.data.column(column).slice(start, count).to_pylist()
+    return values
 
 
 def _bytes(cell: Mapping[str, Any], where: str) -> bytes:
@@ -123,14 +137,14 @@ def _decoded(rows: Any, image: str, size: int, where: str, display: Quiet) -> to
     crop, images = Centre(size), torch.zeros(len(rows), 3, size, size, dtype=torch.uint8)
     with strict_warnings(), display.counting(f"decode {where}", len(rows)):
         for start in range(0, len(rows), _CHUNK):
-            for row, cell in enumerate(rows[start : start + _CHUNK][image], start):
+            for row, cell in enumerate(_cells(rows, image, start, _CHUNK), start):
                 images[row] = torch.from_numpy(crop(decode_image(_bytes(cell, f"{where} {row}"), f"{where} {row}")))
             display.count(min(start + _CHUNK, len(rows)), len(rows))
     return images
 
 
 def _labels(rows: Any, label: str, folder: Path) -> torch.Tensor:
-    values = np.array(rows.select_columns([label])[:][label], dtype=object)
+    values = np.array(_cells(rows, label), dtype=object)
     if any(value is None for value in values):
         raise DataError(f"{folder}: {label} has no value in some rows, expected a class for each image")
     return torch.from_numpy(values.astype(np.int64))
