@@ -31,8 +31,34 @@ def test_every_method_prunes_from_flags(method: str, tmp_path: Path, monkeypatch
     outcome = run.execute()
     assert outcome.masks is not None and kept(outcome.masks) == run.total
     assert [result["name"] for result in outcome.results] == ["natural", "fgsm"]
-    # The same epochs for everybody: one each of pre-training, pruning and fine-tuning, however they are spent.
-    assert sum(stage.epochs for stage in run.recipe.stages) == 3
+    # One epoch each of pre-training, pruning and fine-tuning, as was told; a one-shot method needs none for pruning.
+    one_shot = PRUNERS[method].passes == 0
+    assert sum(stage.epochs for stage in run.recipe.stages) == 3 - one_shot
+
+
+@pytest.mark.parametrize(
+    ("protocol", "method", "lengths"),
+    [
+        ("given", "harp", [6, 3, 4]),
+        ("given", "lamp", [6, 0, 4]),
+        ("given", "mad", [6, 1, 4]),
+        ("given", "bcs-p", [13]),
+        ("equal", "harp", [6, 3, 4]),
+        ("equal", "lamp", [6, 0, 7]),
+        ("equal", "mad", [6, 1, 6]),
+        ("equal", "bcs-p", [13]),
+        ("paper", "lamp", [6, 0, 4]),
+    ],
+)
+def test_stages_are_as_long_as_the_flags_say(protocol: str, method: str, lengths: list[int]) -> None:
+    """Only the protocol `equal` makes fine-tuning longer than was told."""
+    stages = content(method, epochs=(6, 3, 4), protocol=protocol)["stages"]
+    assert [stage["epochs"] for stage in stages] == lengths
+
+
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(RecipeError, match="unknown protocol 'fair': one of given, equal, paper"):
+        content("harp", protocol="fair")
 
 
 def test_a_checkpoint_of_robustbench_takes_the_place_of_pre_training(tmp_path: Path) -> None:
@@ -56,7 +82,7 @@ def test_own_weights_take_the_place_of_pre_training() -> None:
     for method, names in (("harp", ["prune", "finetune"]), ("bcs-p", ["train"]), ("lamp", ["prune", "finetune"])):
         stages = content(method, weights="mine.safetensors")["stages"]
         assert [stage["name"] for stage in stages] == names
-        assert sum(stage["epochs"] for stage in stages) == 2
+        assert sum(stage["epochs"] for stage in stages) == 2 - (method == "lamp")
 
 
 def test_free_training_takes_a_part_of_the_epochs() -> None:

@@ -25,7 +25,10 @@ def compare(
     objective: options.Objective = None,
     channels: options.Channels = False,
     protocol: Annotated[
-        str | None, Option(help="Training: equal (the same epochs for all) or paper (as published).")
+        str | None,
+        Option(
+            help="Epochs: equal (the default: the same for all), paper (as published) or given (as the recipe has them)."
+        ),
     ] = None,
     rank_by: Annotated[str | None, Option(help="The attack that ranks the methods, like pgd-10.")] = None,
     jobs: Annotated[int, Option(min=1, help="Runs at a time; they share the machine's cores.")] = 1,
@@ -46,7 +49,8 @@ def compare(
     Example: harp compare fashion --methods harp,hydra,magnitude,dense-small --keep 5%,1% --seeds 0,1,2 --jobs 2
 
     NAME+STRATEGY spreads the budget by a strategy; NAME:option=value sets an option. `dense-small` is a dense network
-    with as many weights as the others keep. All train for the same epochs, or with `--protocol paper` as published.
+    with as many weights as the others keep. All train for the same epochs: by the protocol `equal` the epochs that a
+    one-shot method does not need for pruning go to its fine-tuning. With `--protocol paper` they train as published.
     Interrupted? The same command goes on.
 
     On a cluster `--launcher slurm` submits a job a run. The same command again shows how they are, submits what failed,

@@ -1,5 +1,7 @@
 """The command `harp run`, and how a recipe is run and its results are shown."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +13,7 @@ from harp.errors import AT_CHANCE
 from harp.system.distributed.environment import Machines
 
 if TYPE_CHECKING:
+    from harp.experiments.compose import Choice
     from harp.experiments.recipe import Recipe
 
 
@@ -56,9 +59,24 @@ def run(
     from harp.experiments.compose import Choice, load
 
     chosen = None if protocol == "equal" else protocol  # nothing replaces a file's own stages unless it is chosen
-    loaded = load(recipe, changes, Choice(method, strategy, keep, objective, channels, chosen))
+    choice = Choice(method, strategy, keep, objective, channels, chosen)
+    loaded = load(recipe, changes, choice)
     machines = Machines(devices, accelerator, nodes, node_rank, main_address)
-    execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers, as_json=as_json)
+    note = "" if chosen else _longer(loaded, recipe, changes, choice)
+    execute(loaded, out, data_dir, machines, minutes, keep_states, max_minutes, workers, note, as_json=as_json)
+
+
+def _longer(loaded: "Recipe", recipe: str, changes: Sequence[str], choice: "Choice") -> str:
+    """A note if the protocol makes a stage longer than the base has it; a recipe that is a file is as it is written."""
+    from harp.experiments.compose import load
+
+    if Path(recipe).is_file() and choice.method is None:
+        return ""
+    given = load(recipe, changes, replace(choice, protocol="given"))
+    if [stage.epochs for stage in given.stages] == [stage.epochs for stage in loaded.stages]:
+        return ""
+    lengths = ", ".join(f"{stage.name} {stage.epochs}" for stage in loaded.stages)
+    return f"epochs: {lengths}, as many in all as other methods have; --protocol given spends none in place of pruning"
 
 
 def execute(
