@@ -26,9 +26,7 @@ def compare(
     channels: options.Channels = False,
     protocol: Annotated[
         str | None,
-        Option(
-            help="Epochs: equal (the default: the same for all), paper (as published) or given (as the recipe has them)."
-        ),
+        Option(help="Epochs: equal (the default: the same for all), paper (as published) or given (as in the recipe)."),
     ] = None,
     rank_by: Annotated[str | None, Option(help="The attack that ranks the methods, like pgd-10.")] = None,
     jobs: Annotated[int, Option(min=1, help="Runs at a time; they share the machine's cores.")] = 1,

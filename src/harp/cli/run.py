@@ -134,7 +134,7 @@ def execute(
     else:
         columns = tables.layer_columns(kind)
         display.table("channels" if kind == "channels" else "layers", columns, tables.layer_rows(layers))
-        measure, data = outcome.results[0]["measure"], recipe.data.name
+        measure, data = outcome.results[0]["measure"], Path(recipe.data.name).name
         title = f"\n{recipe.name}: {measure} on the test set of {data}, seed {recipe.seed}"
         display.table(title, tables.RESULT_COLUMNS, tables.result_rows(outcome.dense, outcome.results))
         echo(f"\n{headline}")

@@ -35,5 +35,6 @@ def image_size(
         raise DataError(
             f"{question}: add --size, like --size {min(width, height)} (the first image has {width}x{height})"
         )
-    logger.info("%s: images of %dx%d pixels, as %s takes them; --size says another size", data, size, size, model)
+    name = Path(model).name
+    logger.info("%s: images of %dx%d pixels, as %s takes them; --size says another size", data, size, size, name)
     return size
