@@ -235,7 +235,7 @@ def test_folder(tmp_path: Path) -> None:
         True,
         False,
     )
-    with pytest.raises(DataError, match="like --size 64"):
+    with pytest.raises(DataError, match="expected --size 64"):
         load("folder", tmp_path)
 
 

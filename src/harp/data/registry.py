@@ -39,6 +39,7 @@ __all__ = [
     "holdout",
     "is_path",
     "is_shipped",
+    "is_users",
     "load",
 ]
 
@@ -193,6 +194,11 @@ def is_path(name: str) -> bool:
 def is_shipped(name: str) -> bool:
     """Whether a data set is a part of the package."""
     return isinstance(DATASETS.get(name), Embedded)
+
+
+def is_users(name: str) -> bool:
+    """Whether a name stands for data of the user, whose place it does not say."""
+    return name in DATASETS and DATASETS[name].facts is None
 
 
 def find(name: str, data_dir: str | Path | None = None) -> Place:

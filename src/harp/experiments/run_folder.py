@@ -241,7 +241,7 @@ class Finished:
         if self.noted.get("shape"):
             channels, height, width = self.noted["shape"]
             return int(channels), int(height), int(width)
-        known, size = facts(self.data), self.recipe.data.size
+        known, size = facts(self.recipe.data.name), self.recipe.data.size
         if known is not None:
             return known.shape if size is None else (known.shape[0], size, size)
         shapes = [result["shape"] for result in self.of_kind("examples") if len(result.get("shape", ())) == 3]

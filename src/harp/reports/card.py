@@ -42,7 +42,12 @@ def write(run: str | Path) -> Path:
 def card(run: str | Path, license: str | None = None) -> str:
     """The card of a finished run, in Markdown; its licence is for whoever publishes it to state."""
     finished = run_folder.read(run)
-    recipe, summary, results, known = finished.recipe, finished.summary, _results(finished), facts(finished.data)
+    recipe, summary, results, known = (
+        finished.recipe,
+        finished.summary,
+        _results(finished),
+        facts(finished.recipe.data.name),
+    )
     layers, findings = summary["layers"], [one for check in finished.of_kind("checks") for one in check["findings"]]
     versions = [result["versions"] for result in finished.results if result.get("versions")]
     shape, names = finished.shape, finished.class_names
@@ -108,7 +113,7 @@ def _front_matter(finished: Finished, results: list[Mapping[str, Any]], license:
         threat = f", {_norm(attack)}, epsilon {epsilon_text(result)}" if attack else ""
         name = f"{result.get('measure', 'accuracy')}, {result['name']}{threat}"
         metrics.append({"type": "accuracy", "name": name, "value": round(100 * result["value"], 2)})
-    known = facts(finished.data)
+    known = facts(finished.recipe.data.name)
     remark = accuracy_drop.remark(finished.summary["results"], finished.summary.get("dense") or [])
     failed = [remark.replace(" ", "-")] if remark else []
     entry = {"task": {"type": "image-classification"}, "dataset": {"name": finished.data, "type": finished.data}}

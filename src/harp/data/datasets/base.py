@@ -107,9 +107,7 @@ class Encoded(Source):
         display = display or Quiet()
         side = self.facts.shape[1] if size is None and self.facts is not None else size
         if side is None:
-            raise DataError(
-                f"{self.name}: no image size for {folder}, expected one in pixels, like --size 64 (data.size)"
-            )
+            raise DataError(f"{self.name}: no image size for {folder}, expected --size 64, or data.size in a recipe")
         crop = Centre(side, 1.0 if margin is None else margin)
         listing = self.find(folder, display)
         images: list[Tensor] = [Streamed(listing.train, crop), Streamed(listing.test, crop)]

@@ -35,9 +35,7 @@ class HuggingFace(Source):
     def open(self, folder: Path, size: int | None, display: Quiet | None = None) -> DataSet:
         """Decode all images to `size`."""
         if size is None:
-            raise DataError(
-                f"{self.name}: no image size for {folder}, expected one in pixels, like --size 64 (data.size)"
-            )
+            raise DataError(f"{self.name}: no image size for {folder}, expected --size 64, or data.size in a recipe")
         parts = _parts(folder)
         image, label, names = _columns(folder, next(iter(parts.values())))
         count, memory = sum(map(len, parts.values())), machine_memory()

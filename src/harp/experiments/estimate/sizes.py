@@ -63,7 +63,7 @@ class Sizes:
         if known is not None:
             shape = known.shape if side is None else (known.shape[0], side, side)
             return cls(known.train, known.test, shape, known.classes)
-        part = recipe.data.model_copy(update={"stream": True}) if _has_files(recipe) else recipe.data
+        part = recipe.data.model_copy(update={"stream": True}) if _has_files(recipe, data_dir) else recipe.data
         data = part.load(data_dir)  # no image of a folder is decoded
         return cls(len(data.train), len(data.test), data.shape, data.num_classes)
 
@@ -92,10 +92,10 @@ def sizes(
         data = replace(data, classes=classes)
     if not 1 <= recipe.data.held(data.train) < data.train:
         raise RecipeError(f"data.holdout is {recipe.data.holdout:g} of {data.train:,} images: nothing is left to train")
-    streamed = _has_files(recipe) and is_streamed(data.decoded(), recipe.data.stream, recipe.data.test_margin)
+    streamed = _has_files(recipe, data_dir) and is_streamed(data.decoded(), recipe.data.stream, recipe.data.test_margin)
     return replace(data, streamed=streamed)
 
 
-def _has_files(recipe: Recipe) -> bool:
-    """Whether every image is a file, so that the images may be streamed."""
-    return isinstance(registry.DATASETS.get(recipe.data.name), Encoded)
+def _has_files(recipe: Recipe, data_dir: Path | None) -> bool:
+    """Whether the images are files, which can be streamed."""
+    return isinstance(registry.find(recipe.data.name, data_dir).source, Encoded)
