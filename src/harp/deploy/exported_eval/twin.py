@@ -170,7 +170,7 @@ def prepared(
         raise RecipeError(f"no data set for {artefact.path.name}: {why}, add --data")
     home = named_run or (None if origin.run is None else origin.run.folder)
     if home is None:
-        if data_name is None and registry.is_users(name):
+        if data_name is None and data_dir is None and registry.is_users(name):
             raise RecipeError(f"the data of {artefact.path.name} was its maker's own: give yours by --data")
         size = artefact.model.shape[1] if registry.find(name, data_dir).resizes else None
         data = registry.load(name, data_dir, size)

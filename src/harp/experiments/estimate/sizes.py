@@ -11,7 +11,7 @@ import torch
 from harp.data import registry
 from harp.data.dataset import DataSet, Split
 from harp.data.datasets.base import Encoded, is_streamed
-from harp.errors import RecipeError
+from harp.errors import DataError, RecipeError
 from harp.experiments.plan import parse_shape
 from harp.experiments.recipe import Recipe
 
@@ -97,5 +97,8 @@ def sizes(
 
 
 def _has_files(recipe: Recipe, data_dir: Path | None) -> bool:
-    """Whether the images are files, which can be streamed."""
-    return isinstance(registry.find(recipe.data.name, data_dir).source, Encoded)
+    """Whether the images are files, which can be streamed; data that is not there is taken for arrays."""
+    try:
+        return isinstance(registry.find(recipe.data.name, data_dir).source, Encoded)
+    except DataError:
+        return False
