@@ -1,14 +1,11 @@
 """The report's chapter on where its numbers come from, and the warnings about them."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import yaml
 
 from harp.evaluation import accuracy_drop
 from harp.experiments.records import Checks, Corruptions, Curve, Distances
-from harp.reports.card import meaningful
 from harp.reports.html.accuracy import attack_text, per_cent
 from harp.reports.html.blocks import Block, Code, Fold, Section, Table, section
 from harp.reports.html.collect import Run
@@ -172,28 +169,15 @@ def origin(runs: Runs) -> Section | None:
             known = (
                 run.summary.recipe,
                 run.data,
-                meaningful(run.summary.source),
+                run.summary.source,
                 ", ".join(f"{k} {v}" for k, v in versions.items()),
             )
             rows.append([variant.label, str(run.seed), run.folder.name, *(text or "–" for text in known)])
-        recipe = yaml.safe_dump(without_places(variant.runs[0].recipe), sort_keys=False, allow_unicode=True)
+        recipe = yaml.safe_dump(variant.runs[0].recipe, sort_keys=False, allow_unicode=True)
         folds.append(Fold(f"Recipe of {_title(variant)}", [Code(recipe)]))
     columns = ["network", "seed", "run", "recipe", "data", "source", "versions"]
     blocks: list[Block] = [Table(columns, rows, plain=True), *folds]
     return section("origin", blocks)
-
-
-def without_places(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe with the names of files in place of absolute paths, which say where somebody keeps them."""
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: shown(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [shown(item) for item in value]
-        return Path(value).name if isinstance(value, str) and Path(value).expanduser().is_absolute() else value
-
-    return {key: shown(item) for key, item in recipe.items()}
 
 
 def _title(variant: Variant) -> str:
