@@ -28,6 +28,7 @@ __all__ = [
     "has_weights",
     "local",
     "modes",
+    "normalize",
     "source_file",
     "usual",
     "weights",
