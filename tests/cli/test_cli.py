@@ -239,7 +239,7 @@ def test_unknown_commands_and_options_are_refused(harp: Harp) -> None:
         ("101%", "above 0 and at most 1"),
         ("-1%", "above 0 and at most 1"),
         ("0.0001%", "6 layers"),
-        ("little", "is no number"),
+        ("little", "a share above 0"),
         ("nan", "above 0 and at most 1"),
     ],
 )

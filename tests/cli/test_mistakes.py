@@ -58,7 +58,7 @@ MISTAKES = [
     ("bench tinynet --batch x", "--batch x: give a whole number"),
     ("compare fashion --methods harp --jobs 0", "--jobs", "1"),
     ("compare fashion --methods harp --seeds x", "seed 'x'", "whole number"),
-    ("compare fashion --methods harp --keep x", "'x' is no number"),
+    ("compare fashion --methods harp --keep x", "keep 'x'", "a share above 0"),
     ("shard folder out --count 0", "--count", "1"),
     # names
     ("run demmo", "did you mean 'demo'?"),
@@ -115,7 +115,7 @@ MISTAKES = [
     ("prune syntax.py:net --data digits --keep 5%", "syntax.py", "line 1"),
     ("prune tinynet --data missing.npz --keep 5%", "missing.npz: no such file"),
     ("prune tinynet --data empty.npz --keep 5%", "empty.npz: damaged"),
-    ("prune tinynet --data other.npz --keep 5%", "no array x_train"),
+    ("prune tinynet --data other.npz --keep 5%", "other.npz", "x_train"),
     ("prune tinynet --data cifar10 --data-dir folder --keep 5%", "cifar-10-python.tar.gz"),
     (f"{PRUNE} --weights missing.pt", "can't read missing.pt"),
     (f"{PRUNE} --weights folder", "can't read folder", "directory"),

@@ -22,6 +22,7 @@ from harp.system.progress import Terminal
 from harp.system.table import print_table
 from harp.system.text import STAND_INS, printable
 from support.commands import Harp
+from support.documents import json_keys
 from support.paths import ROOT
 
 # The command, which is sent a signal while it imports a module.
@@ -297,6 +298,11 @@ def test_the_same_option_has_the_same_name_everywhere() -> None:
             if parameter.param_type_name == "option":
                 names.setdefault(parameter.name, set()).add(parameter.opts[0])
     assert all(len(spellings) == 1 for spellings in names.values())
+
+
+@pytest.mark.parametrize("command", groups.PAGES)
+def test_the_json_of_every_command_is_documented(command: str) -> None:
+    assert json_keys(command)
 
 
 @pytest.mark.parametrize("command", groups.PAGES)

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, echo
+from typer import Argument, Option
 
 from harp.cli import options
-from harp.cli.output import print_json
+from harp.cli.output import echo, print_json
 
 
 def push(
