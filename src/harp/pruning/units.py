@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import BudgetError, ModelError, RecipeError
+from harp.models.inputs import Inputs
 from harp.pruning import masks as mask_ops
 from harp.pruning.macs import positions
 from harp.pruning.masks import Masks
@@ -58,8 +59,8 @@ class Units(Protocol):
         ...
 
     @property
-    def example(self) -> Tensor | None:
-        """Images of the kind to come, to follow the model's channels, if some are known."""
+    def example(self) -> Inputs | None:
+        """What the model is called with, such as images, to follow its channels, if that is known."""
         ...
 
     def total(self, keep: float | str) -> int:
@@ -123,7 +124,8 @@ class Weights:
         budget: what `keep` is a share of: "weights", or "macs", the multiplications that the kept weights take for one
             image. Early layers of a convolutional network hold few weights and do much of the work.
         example: images of the kind to come: a budget of MACs needs their shape, and methods follow the ways through the
-            model with them. `harp.fit` takes its first batch if there are none.
+            model with them. `harp.fit` takes its first batch if there are none. A tuple of tensors is several
+            arguments of the model, a dict is named ones.
 
     Example:
         units = harp.Weights(model, ignore=["features.0"], minimum={"classifier.*": 0.2})
@@ -143,7 +145,7 @@ class Weights:
         minimum: Mapping[str, float] | None = None,
         maximum: Mapping[str, float] | None = None,
         budget: str = "weights",
-        example: Tensor | None = None,
+        example: Inputs | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"model {brief(model)}: give an nn.Module, such as harp.build_model(...) makes")
