@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.attacks import Attack, images_in_box, logits
-from harp.errors import DataError, ModelError
+from harp.errors import DataError, HarpError, ModelError
 from harp.models.inputs import described
 from harp.models.modes import Logits, evaluating
 from harp.pruning.methods import Loss
 from harp.pruning.papers import Paper
+from harp.system.files import reason
 from harp.system.numbers import brief
 
 
@@ -119,8 +120,18 @@ class AttackingObjective(Objective):
         images_in_box(x, y)
         if not len(x) or y.dtype == torch.bool:
             raise DataError(f"{len(x)} images with labels of {y.dtype}, expected at least one image and integer labels")
+        images = x[:1].clone()
         with evaluating(model):
-            classes = logits(model, x[:1]).shape[-1]
+            try:
+                classes = logits(model, images).shape[-1]
+            except HarpError:
+                raise
+            except Exception as error:  # forward may do anything
+                raise ModelError(f"the model can't run on images of {described(x[:1])}: {reason(error)}") from error
+        if not torch.equal(images, x[:1]):
+            raise ModelError(
+                "the model overwrites its images, so they can't be attacked: let forward begin with x.clone()"
+            )
         wrong = y[(y < 0) | (y >= classes)]
         if len(wrong):
             raise DataError(f"label {int(wrong[0])}, expected 0 to {classes - 1}: the model has {classes} outputs")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from harp.errors import ModelError
 from harp.pruning.channels.forward import running_line, tensors_of
 from harp.pruning.channels.labels import Atoms, alike, along, core, tidy, varying
-from harp.pruning.channels.operations import Call
 from harp.pruning.channels.traces import Site, Trace, Use
+from harp.pruning.operations import Call
 
 
 class LabelledRun:

@@ -24,12 +24,12 @@ from torch import nn
 
 from harp.errors import ModelError
 from harp.models.inputs import Inputs, ask, copied, described, first_rows, tensors
-from harp.models.modes import slow_attention
+from harp.models.modes import slow_attention, untouched
 from harp.pruning.channels import rules
-from harp.pruning.channels.forward import first_line, training, untouched
+from harp.pruning.channels.forward import first_line, training
 from harp.pruning.channels.labelled_run import LabelledRun
-from harp.pruning.channels.operations import Watcher
 from harp.pruning.channels.traces import Trace
+from harp.pruning.operations import Watcher
 
 logger = logging.getLogger("harp")
 

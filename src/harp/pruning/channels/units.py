@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError, RecipeError
 from harp.models.inputs import Inputs, ask, copied, described, first_rows, tensors
+from harp.models.modes import untouched
 from harp.pruning.channels.cutting import Cut, plan
-from harp.pruning.channels.forward import first_line, untouched
+from harp.pruning.channels.forward import first_line
 from harp.pruning.channels.latency import NOUN, Latency, measure
 from harp.pruning.channels.prices import TARIFFS, Tariff, tariff
 from harp.pruning.channels.spaces import Places, Space, Whole, spaces
 from harp.pruning.channels.tracing import trace
 from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
-from harp.pruning.prunable import check_patterns, limits, matches
+from harp.pruning.prunable import check_patterns, check_readable, limits, matches
 from harp.pruning.units import checked_total
 from harp.system.nearest import unknown
 from harp.system.numbers import brief
@@ -238,10 +239,7 @@ def _fitting(model: nn.Module, example: Inputs) -> Inputs:
     """One or two examples where the model is, in its precision; a model that can't be followed is refused."""
     parameters = list(model.parameters())
     name = type(model).__name__
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ModelError(f"{name} is compiled by TorchScript: give the module that it was made of")
-    if any(isinstance(tensor, nn.parameter.UninitializedParameter) for tensor in parameters):
-        raise ModelError(f"{name} has weights that are not initialised yet: run one batch through it first")
+    check_readable(model)
     like = next((tensor for tensor in parameters if tensor.is_floating_point()), None)
     if like is None:
         raise ModelError(f"{name} has no parameters, and so no channels that can be pruned")

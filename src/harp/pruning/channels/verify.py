@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from harp.errors import ModelError
 from harp.models.inputs import Inputs, ask, first_rows, mapped
 from harp.models.inputs import copied as copied_inputs
+from harp.models.modes import untouched
 from harp.pruning.channels.cutting import plan
-from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training, untouched
+from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training
 from harp.pruning.channels.spaces import Space, Whole
 from harp.pruning.channels.traces import Trace
 
@@ -50,7 +51,7 @@ class Trial:
 
     @torch.no_grad()
     def _runs_calibrated(self) -> bool:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
             calibrate(self.model, self.inputs)
         return _finite(self._ask(self.model))
 
@@ -268,6 +269,8 @@ def calibrate(model: nn.Module, inputs: Inputs) -> None:
 
 def _rescale(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
     """Scale a layer's weight and shrink a large bias; or set a norm's statistics to those of the batch."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
     if isinstance(module, nn.modules.batchnorm._NormBase):
         if module.running_mean is None or module.running_var is None:
             return None

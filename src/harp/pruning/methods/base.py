@@ -516,7 +516,8 @@ class Latent(Pruner, ABC):
     def trainable(self) -> list[ParameterGroup]:
         """The latents, and the norms of the model; of prunable weights only the gradients are needed."""
         norms = [module for module in self.units.model.modules() if isinstance(module, _NORMS)]
-        affine = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
+        masked = {id(weight) for weight in self.units.weights}  # some may be of norms, on request
+        affine = [p for m in norms for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in masked]
         self.require_gradients([*affine, *self.units.weights])
         first, *others = self.latents()
         return [{**first, "params": [*first["params"], *affine]}, *others]
