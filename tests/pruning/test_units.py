@@ -153,8 +153,8 @@ def test_include_takes_all_that_can_be_masked_and_says_what_can_not() -> None:
         Weights(model)
     units = Weights(model, include=["embedding", "ker*", "norm.weight"])
     assert units.names == ["kernel", "embedding.weight", "norm.weight"]
-    with pytest.raises(ModelError, match=r"^include 'wrapped\.\*': .* can't be pruned: re-parametrised: remove"):
-        Weights(model, include=["wrapped.*"])
+    with pytest.raises(ModelError, match=r"^include 'wrapped\.p\*': .* can't be pruned: re-parametrised: remove"):
+        Weights(model, include=["wrapped.p*"])
     with pytest.raises(ModelError, match="include 'scale': 'scale' can't be pruned: a vector"):
         Weights(model, include=["kernel", "scale"])
     with pytest.raises(ModelError, match="pattern 'kernels' matches no parameter"):
