@@ -204,7 +204,7 @@ def matches(line: str | None, expected: str | None) -> bool:
     return re.search(expected, line) is not None
 
 
-@pytest.mark.filterwarnings("ignore:.*quantization.*:DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:quantized", "ignore:.*quantization.*:DeprecationWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_it_works_or_says_in_one_line_what_is_wrong(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     case = CASES[name]
