@@ -120,7 +120,7 @@ def test_without_a_measure_the_last_epoch_is_kept_and_this_is_said(caplog: pytes
     ]
     with pytest.raises(RecipeError, match="can't select an epoch by 'error': the objective does not say"):
         fit(model, batches, Ragged(), Dense(Weights(model)), epochs=2, validate=batches, select="error")
-    with pytest.raises(RecipeError, match="'error': nothing is measured without `validate`"):
+    with pytest.raises(RecipeError, match="select 'error': nothing measures it, so give `validate` too"):
         fit(model, batches, Ragged(), Dense(Weights(model)), epochs=2, select="error")
 
 
@@ -145,7 +145,7 @@ def test_images_are_validated_with_the_attack_of_the_objective() -> None:
 @pytest.mark.parametrize("task", ["tokens", "pair"])
 def test_image_objectives_say_what_they_are_for(task: str) -> None:
     model = tasks.build(task)
-    with pytest.raises(DataError, match=r"PgdTraining is for pairs of images and labels, .* from harp.Objective"):
+    with pytest.raises(DataError, match=r"give images and labels, or an objective of your own \(harp.Objective\)"):
         fit(model, [tasks.batch(task)], PgdTraining(steps=1), Dense(Weights(model)), epochs=1)
 
 

@@ -112,5 +112,5 @@ def _tensor(part: Any) -> Tensor:
         return torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"a batch holds {brief(part)}: give pairs of images and labels, or an objective of your own (harp.Objective)"
+            f"a batch holds {brief(part)}: give images and labels, or an objective of your own (harp.Objective)"
         ) from error

@@ -110,13 +110,6 @@ class AttackingObjective(Objective):
 
     def check(self, model: nn.Module, x: Any, y: Any) -> None:
         """Refuse an empty batch, images outside [0, 1] and labels without a logit."""
-        name = type(self).__name__
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            given = described(x) if y is None else described((x, y))
-            raise DataError(
-                f"{name} is for pairs of images and labels, not a batch of {given}: derive an objective of your own "
-                "from harp.Objective"
-            )
         images_in_box(x, y)
         if not len(x) or y.dtype == torch.bool:
             raise DataError(f"{len(x)} images with labels of {y.dtype}, expected at least one image and integer labels")
