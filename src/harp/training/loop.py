@@ -192,7 +192,7 @@ def fit(
     taken: Takeover | None = None
     try:
         groups = pruner.trainable()
-        check_trained(groups)
+        check_trained(groups, model)
         if isinstance(optimizer, Optimizer):
             taken, made = Takeover(optimizer, groups, pruner.units.model), optimizer
         elif optimizer is None:

@@ -72,7 +72,7 @@ class Channels:
         multiple: int = 1,
         whole_ends: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(example, Tensor):
+        if not isinstance(model, nn.Module) or not tensors(example):
             raise ModelError(f"channels of {brief(model)} on {brief(example)}: give an nn.Module and a batch of images")
         if isinstance(budget, str) and budget not in (*TARIFFS, "latency"):
             raise RecipeError(unknown("budget of channels", budget, [*TARIFFS, "latency"]))
