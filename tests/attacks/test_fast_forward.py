@@ -34,6 +34,13 @@ class Block(nn.Module):
         return F.relu(y)
 
 
+def rewritten(net: Any) -> fx.GraphModule:
+    """The graph of a network that was rewritten."""
+    graph = net.plan.graph
+    assert isinstance(graph, fx.GraphModule)
+    return graph
+
+
 def deep() -> nn.Module:
     """Residual, then plain: every kind of fold, down to feature maps of 2 x 2."""
     return nn.Sequential(
@@ -170,9 +177,9 @@ def test_norms_are_folded(name: str) -> None:
     model = MODELS[name]()
     x = F.interpolate(cases.batch(6)[0], size=16)
     with frozen(model, x) as net:
-        assert isinstance(net, fx.GraphModule)
-        targets = [str(node.target) for node in net.graph.nodes if node.op == "call_module"]
-    modules = dict(net.named_modules())
+        graph = rewritten(net)
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_module"]
+    modules = dict(graph.named_modules())
     assert not any(isinstance(modules[target], (nn.BatchNorm1d, nn.BatchNorm2d)) for target in targets)
 
 
@@ -297,7 +304,7 @@ def test_falls_back_without_images_or_if_the_sparse_engine_differs(monkeypatch: 
         other = cases.build("conv")
         for _ in range(2):  # the folded network has the weights of the moment, and the engine is not tried again
             with frozen(other, x) as net:
-                assert isinstance(net, fx.GraphModule) and (net(x) - other(x)).abs().max() < 1e-4 * other(x).abs().max()
+                assert rewritten(net) and (net(x) - other(x)).abs().max() < 1e-4 * other(x).abs().max()
             other.features[0].weight.mul_(-2)
 
 
@@ -443,8 +450,7 @@ def test_a_relu_is_moved_behind_a_max_pooling(pool: nn.Module) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), pool, nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten())
     x, results = torch.rand(5, 1, 12, 12), []
     with frozen(model, x) as net:
-        assert isinstance(net, fx.GraphModule)
-        order = [str(node.target) for node in net.graph.nodes]
+        order = [str(node.target) for node in rewritten(net).graph.nodes]
         assert order.index("2") < order.index("relu_")
         for function in (net, model):
             points = x.clone().requires_grad_(True)
@@ -452,3 +458,55 @@ def test_a_relu_is_moved_behind_a_max_pooling(pool: nn.Module) -> None:
             results.append((answer, *torch.autograd.grad(answer.square().sum(), points)))
     for ours, expected in zip(*results, strict=True):
         assert torch.allclose(ours, expected, atol=1e-6)
+
+
+def test_a_graph_that_fails_later_is_left_for_the_model_and_this_is_said_once(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, (x, _) = cases.build("conv").eval(), cases.batch()
+    with caplog.at_level(logging.WARNING, "harp"), frozen(model, x) as net:
+        graph = rewritten(net)
+
+        def failing(*inputs: Any) -> Tensor:
+            raise RuntimeError("view size is not compatible")
+
+        graph.forward = failing
+        assert torch.equal(net(x), model(x)) and torch.equal(net(x), model(x))
+    with frozen(model, x) as net:
+        assert torch.equal(net(x), model(x))
+    assert [record.message for record in caplog.records] == [
+        "the model is attacked as it is, because its folded form fails: RuntimeError: view size is not compatible"
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
+class FixedCount(nn.Module):
+    """It takes sixteen images, and the trace is tried with eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = cases.build("conv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.view(16, 3, 8, 8))
+
+
+class ByLayout(nn.Module):
+    """Views what only a contiguous result allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x))
+        return self.head(x.view(len(x), 2, 4, 64).permute(0, 2, 1, 3).reshape(len(x), -1))
+
+
+@pytest.mark.parametrize("kind", [FixedCount, ByLayout])
+def test_what_can_not_be_rewritten_prints_nothing(kind: type[nn.Module], capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model, (x, _) = kind().eval(), cases.batch(16)
+    with frozen(model, x) as net:
+        torch.testing.assert_close(net(x), model(x))
+    assert capfd.readouterr() == ("", "")

@@ -157,3 +157,29 @@ def test_who_waits_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with output.note_if_slow(voice, ""):
         pass
     assert voice.said == ["looking"]
+
+
+def test_what_is_left_alone_is_counted_by_name() -> None:
+    found = examined(cases.build("transformer"), channels=False)
+    parameters = dict(cases.build("transformer").named_parameters())
+    assert found.left_sizes == {name: parameters[name].numel() for name in found.left_out}
+    assert found.left_sizes["position"] == 80
+    left, whole = sum(found.left_sizes.values()), sum(p.numel() for p in parameters.values())
+    one = finding(found, "prunable")
+    assert f"{left:,} are left alone, {left / whole:.1%}" in one.text
+
+
+def test_a_large_parameter_that_is_left_alone_is_worth_a_look() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel, self.head = nn.Parameter(torch.randn(64, 3, 3, 3)), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(nn.functional.conv2d(x, self.kernel).relu().mean((2, 3)))
+
+    one = finding(examined(Bare(), channels=False), "prunable")
+    assert one.verdict == "look" and "most of them in 'kernel': --include" in one.text
+    assert finding(examined(cases.build("residual"), channels=False), "prunable").verdict == "good"
+    nothing = examined(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(192)), channels=False)
+    assert nothing.left_sizes == {"1.weight": 192, "1.bias": 192}

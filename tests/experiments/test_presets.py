@@ -142,3 +142,9 @@ def test_unknown_methods_and_strategies_are_refused_in_one_line() -> None:
 def test_a_method_is_written_as_in_a_study() -> None:
     (pruner,) = (stage["pruner"] for stage in content("hydra+lamp:sharpness=0.1")["stages"] if stage["name"] == "prune")
     assert pruner == {"name": "hydra", "strategy": "lamp", "sharpness": 0.1, "keep": "5%"}
+
+
+def test_what_is_included_is_part_of_the_recipe_only_if_it_is_given() -> None:
+    assert content("harp", include=[]) == content("harp")
+    assert "include" not in content("harp")["units"]
+    assert content("harp", include=["position"])["units"]["include"] == ["position"]

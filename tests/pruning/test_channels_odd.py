@@ -205,7 +205,7 @@ class TiedDepthwise(nn.Module):
 class TiedTransposed(nn.Module):
     """An autoencoder that uses one matrix both ways."""
 
-    sizes, functional = (16, 20), True
+    sizes = (16, 20)
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class OptionA(nn.Module):
 
 
 class WeightNorm(Chain):
-    sizes, reason, functional = (6,), r"convolution at \w+\.py:\d+ has a weight that is computed", True
+    sizes, reason = (6,), r"convolution at \w+\.py:\d+ has a weight that is computed"
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class WeightNorm(Chain):
 
 
 class SpectralNorm(Chain):
-    sizes, reason, functional = (6,), "has a weight that is computed", True
+    sizes, reason = (6,), "has a weight that is computed"
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class SpectralNorm(Chain):
 
 
 class BareMatrices(nn.Module):
-    sizes, functional = (8, 10, 6), True
+    sizes = (8, 10, 6)
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class OwnWeights(Chain):
 
 
 class ConstantBias(Chain):
-    sizes, reason, functional = (6,), "its bias or scale is computed", True
+    sizes, reason = (6,), "its bias or scale is computed"
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.conv2d(x, self.first.weight, torch.arange(12.0), padding=1).relu()
@@ -384,7 +384,7 @@ class ConstantBias(Chain):
 class Columns(nn.Module):
     """Features in columns, with a weight on their left; a bias can't be followed there."""
 
-    sizes, reason, functional = (8,), "addmm at", True
+    sizes, reason = (8,), "addmm at"
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Columns(nn.Module):
 
 
 class ReshapedMatrix(nn.Module):
-    sizes, reason, functional = (8,), "mm at", True
+    sizes, reason = (8,), "mm at"
 
     def __init__(self) -> None:
         super().__init__()
@@ -590,7 +590,7 @@ class Volume(nn.Module):
 
 
 class Recurrent(nn.Module):
-    sizes, shape, functional = (8,), (3, 64), True
+    sizes, shape = (8,), (3, 64)
 
     def __init__(self) -> None:
         super().__init__()
@@ -615,7 +615,7 @@ class Halves(nn.Module):
 
 
 class SplitWeight(nn.Module):
-    sizes, reason, functional = (6,), "needs parts of equal width", True
+    sizes, reason = (6,), "needs parts of equal width"
 
     def __init__(self) -> None:
         super().__init__()
@@ -677,7 +677,7 @@ class Attended(Chain):
 
 
 class FixedMatrix(nn.Module):
-    sizes, reason, functional = (8, 10), "with a buffer", True
+    sizes, reason = (8, 10), "with a buffer"
 
     def __init__(self) -> None:
         super().__init__()
@@ -691,7 +691,7 @@ class FixedMatrix(nn.Module):
 class FixedKernel(nn.Module):
     """A blur by a buffer, with a number of channels that the model remembers."""
 
-    sizes, functional = (8, 8), True
+    sizes = (8, 8)
 
     def __init__(self) -> None:
         super().__init__()
@@ -770,7 +770,7 @@ class GroupedUp(nn.Module):
 
 
 class CosineHead(Chain):
-    sizes, reason, functional = (12,), "", True
+    sizes, reason = (12,), ""
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.second(self.first(x).relu()).mean((2, 3))
@@ -808,7 +808,7 @@ ODD = [
 @pytest.mark.parametrize("kind", ODD, ids=lambda kind: kind.__name__)
 def test_odd_models(kind: Any) -> None:
     example = torch.rand(getattr(kind, "images", 2), *getattr(kind, "shape", (3, 8, 8)))
-    checked = check(kind(), example, densities=(0.6, 0.0), functional=getattr(kind, "functional", False))
+    checked = check(kind(), example, densities=(0.6, 0.0))
     assert sorted(checked.units.sizes) == sorted(kind.sizes)
     assert re.search(getattr(kind, "reason", ""), checked.reasons()), checked.reasons()
 

@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.modules import module as everywhere
 from torch.nn.utils import parametrize
 
 from harp.errors import ModelError
 from harp.models.agreement import TOLERANCE, disagreement
 from harp.models.modes import Logits, evaluating
+from harp.system.files import reason
 
 if TYPE_CHECKING:
     from harp.engine.follower import Follower
@@ -124,7 +124,7 @@ def _folded(model: nn.Module, example: Tensor) -> Logits | None:
         for layer in plan.graph.children():
             if isinstance(layer, FoldedLayer):
                 layer.fold()
-    return plan.graph
+    return _WithFallback(plan, model)
 
 
 def _is_sparse(graph: fx.GraphModule, example: Tensor) -> bool:
@@ -246,14 +246,47 @@ class _ThinConvolution(torch.autograd.Function):
 thin_convolution: Callable[..., Tensor] = _ThinConvolution.apply
 
 
+class _Shapes(fx.Interpreter):
+    """Runs a traced network and notes the shape of every result."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """The result of a node."""
+        result = super().run_node(n)
+        if isinstance(result, Tensor):
+            n.meta["shape"] = tuple(result.shape)
+        return result
+
+
+class _WithFallback:
+    """The rewritten network; if it fails on some batch, the model itself from then on."""
+
+    def __init__(self, plan: _Plan, model: nn.Module) -> None:
+        self.plan, self.model = plan, model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The logits of images."""
+        graph = self.plan.graph
+        if graph is None:
+            return self.model(x)  # type: ignore[no-any-return]
+        try:
+            return graph.forward(x)  # type: ignore[no-any-return]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # forward may do anything, such as view a tensor that has another layout here
+            answer: Tensor = self.model(x)  # if it fails as well, that is the error to show
+            self.plan.graph = None
+            _log.warning("the model is attacked as it is, because its folded form fails: %s", reason(error))
+            return answer
+
+
 def _build(model: nn.Module, example: Tensor) -> fx.GraphModule | None:
     """Trace, rewrite and check; None if the model can't be traced or the rewritten one computes something else."""
     try:
         with torch.no_grad(), torch.autocast(example.device.type, enabled=False):
             traced = _trace(model)
-            ShapeProp(traced).propagate(example)
+            _Shapes(traced).run(example)
             _rewrite(traced, choose_layout=example.device.type == "cpu" and example.dtype == torch.float32)
-        difference = disagreement(traced, model, example)
+        difference = disagreement(traced.forward, model, example)  # a call would print what goes wrong
     except Exception as error:  # forward may do anything
         _log.debug("the model is attacked as it is, because it can't be traced: %s", error)
         return None
@@ -338,7 +371,7 @@ def _overwrites(node: fx.Node, module: nn.Module | None, free: set[fx.Node]) -> 
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(getattr(node.meta.get("tensor_meta"), "shape", ()))
+    return node.meta.get("shape", ())  # type: ignore[no-any-return]
 
 
 def _layouts(node: fx.Node) -> tuple[torch.memory_format | None, torch.memory_format | None]:

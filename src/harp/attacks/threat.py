@@ -118,7 +118,11 @@ def slope(net: Logits, points: Tensor, loss: Callable[[Tensor], Tensor]) -> tupl
         answer = logits(net, points)
         losses = loss(answer)
         total = losses.sum()
-    (gradient,) = torch.autograd.grad(total, points)
+    (gradient,) = torch.autograd.grad(total, points, allow_unused=True) if total.requires_grad else (None,)
+    if gradient is None:
+        raise ModelError(
+            "the logits do not depend on the images by a gradient: the model detaches them or is quantised"
+        )
     return answer.detach(), losses.detach().to(points.dtype), gradient
 
 

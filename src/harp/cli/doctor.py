@@ -54,7 +54,12 @@ def doctor(
 def _show(display: "Quiet", examination: "Examination") -> None:
     show_table(display, "can be pruned", {"layer": "{name}", "weights": "{size:,}"}, examination.layers)
     if examination.left_out:
-        display.table("\nleft alone", ("parameter", ""), list(examination.left_out.items()))
+        whole = sum(layer["size"] for layer in examination.layers) + sum(examination.left_sizes.values())
+        rows = [
+            [name, f"{size:,}", f"{size / max(1, whole):.1%}", examination.left_out[name]]
+            for name, size in examination.left_sizes.items()
+        ]
+        display.table("\nleft alone", ("parameter", "weights", "of all", ""), rows)
     if examination.spaces:
         columns = ("first read by", "channels", "readers", "givers", "FLOPs touched")
         rows = [

@@ -35,6 +35,7 @@ def prune(
     batch: Annotated[int, Option(min=1, help="Images a batch.")] = 128,
     seed: Annotated[int, Option(min=0, help="Seed of everything random.")] = 0,
     ignore: Annotated[list[str], Option(help="Layers to leave dense, by name pattern.")] = [],  # noqa: B006 (same)
+    include: Annotated[list[str], Option(help="Parameters to prune too: embeddings, bare ones.")] = [],  # noqa: B006
     changes: options.Set = [],  # noqa: B006 (typer copies it)
     devices: options.Devices = 1,
     accelerator: options.Accelerator = "auto",
@@ -73,6 +74,7 @@ def prune(
         batch=batch,
         seed=seed,
         ignore=ignore,
+        include=include,
         channels=channels,
         budget=budget,
         multiple=multiple,

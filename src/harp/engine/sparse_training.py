@@ -40,18 +40,17 @@ class SparseForward:
     """
 
     def __init__(
-        self, model: nn.Module, forward: Callable[[Tensor], Any], masks: Mapping[str, Tensor] | None = None
+        self, model: nn.Module, forward: Callable[..., Any], masks: Mapping[str, Tensor] | None = None
     ) -> None:
         self.model, self.forward, self.masks = model, forward, masks
         self._layers: dict[str, _Layer] = {}
 
-    def __call__(self, x: Tensor) -> Any:
-        """The model's output for a batch."""
-        suits = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-        if not suits or wanted() == "off":
-            return self.forward(x)
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output for a batch; layers whose input does not suit the native code compute it in torch."""
+        if torch.is_autocast_enabled("cpu") or wanted() == "off":
+            return self.forward(*inputs, **named)
         with _replaced_forwards(self.sparse_layers()):
-            return self.forward(x)
+            return self.forward(*inputs, **named)
 
     def sparse_layers(self) -> dict[nn.Module, "_Layer"]:
         """The layers that are sparse with the current weights or masks."""
@@ -107,7 +106,8 @@ class _Layer:
 
     def __call__(self, x: Tensor) -> Tensor:
         module = self.module
-        if x.ndim != (4 if isinstance(module, nn.Conv2d) else 2) or x.dtype != torch.float32 or len(x) == 0:
+        fits = x.ndim == (4 if isinstance(module, nn.Conv2d) else 2) and len(x)
+        if not fits or x.dtype != torch.float32 or not x.is_cpu:
             return type(module).forward(module, x)  # type: ignore[no-any-return]
         output: Tensor = _Sparse.apply(x, module.weight, module.bias, self)  # type: ignore[no-untyped-call]
         return output

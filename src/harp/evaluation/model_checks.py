@@ -1,6 +1,6 @@
 """Checks of a model before a long run: whether it can be pruned, and whether attacks on it are meaningful."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -9,10 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harp.errors import HarpError
+from harp.models.inputs import described
 from harp.models.modes import evaluating
 from harp.pruning.channels import Channels
+from harp.pruning.prunable import classify
 from harp.pruning.units import Weights
+from harp.system.files import reason
 from harp.system.notebook import html_table
+
+_LEFT_ALONE = 0.1  # the share of a network's weights that should not be left alone without a look
 
 Verdict = Literal["good", "look", "bad"]
 
@@ -37,6 +42,7 @@ class Examination:
 
     layers: list[dict[str, Any]]
     left_out: dict[str, str]
+    left_sizes: dict[str, int]  # how many weights each of them has
     findings: list[Finding]
     spaces: list[dict[str, Any]]  # channels that may be pruned: name, size, readers, givers, share of the FLOPs
     whole: list[dict[str, Any]]  # channels that stay: readers, count, reason
@@ -64,10 +70,10 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool 
     try:
         units = Weights(model)
         layers = [{"name": name, "size": size} for name, size in zip(units.names, units.sizes, strict=True)]
-        left_out = units.left_out
-        first = Finding("prunable", "good", f"{units.size:,} weights in {len(layers)} layers")
+        left_out, first = units.left_out, prunable(model, units)
     except HarpError as error:
-        layers, left_out, first = [], {}, Finding("prunable", "bad", str(error))
+        left_out = {name: reason for name, reason in classify(model) if reason is not None}
+        layers, first = [], Finding("prunable", "bad", str(error))
     spaces, whole, second = _channels(model, images) if channels else ([], [], [])
     with evaluating(model):
         checks = [
@@ -75,11 +81,26 @@ def examine(model: nn.Module, images: Tensor, labels: Tensor, *, channels: bool 
             *second,
             inputs(images),
             normalisation(model),
-            answers(model(images).detach(), labels),
-            determinism(model, images),
-            gradients(model, images, labels),
+            *attackable(model, images, labels),
         ]
-    return Examination(layers, left_out, checks, spaces, whole)
+    return Examination(layers, left_out, _sizes(model, left_out), checks, spaces, whole)
+
+
+def _sizes(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    parameters = dict(model.named_parameters())
+    lazy = nn.parameter.UninitializedParameter
+    return {name: 0 if isinstance(parameters[name], lazy) else parameters[name].numel() for name in names}
+
+
+def prunable(model: nn.Module, units: Weights) -> Finding:
+    """How many weights can be pruned, and how many are left alone."""
+    left = _sizes(model, units.left_out)
+    share = sum(left.values()) / (units.size + sum(left.values()))
+    text = f"{units.size:,} weights in {len(units.names)} layers; {sum(left.values()):,} are left alone, {share:.1%}"
+    if share <= _LEFT_ALONE:
+        return Finding("prunable", "good", text)
+    largest = max(left, key=lambda name: left[name])
+    return Finding("prunable", "look", f"{text}, most of them in {largest!r}: --include prunes such parameters too")
 
 
 def _channels(model: nn.Module, images: Tensor) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[Finding]]:
@@ -124,6 +145,21 @@ def normalisation(model: nn.Module) -> Finding:
             return Finding("normalisation", "good", f"inside the model, in {name or type(module).__name__!r}")
     text = "none found in the model: right if it was trained on [0, 1] images, else put it inside (model.normalize)"
     return Finding("normalisation", "look", text)
+
+
+def attackable(model: nn.Module, images: Tensor, labels: Tensor) -> list[Finding]:
+    """What concerns attacks: logits, determinism and gradients. Without logits nothing else can be checked."""
+    try:
+        outputs: Any = model(images.clone())
+    except Exception as error:  # forward may do anything
+        return [Finding("logits", "bad", f"the model can't run on images of {described(images)}: {reason(error)}")]
+    if not isinstance(outputs, Tensor):
+        text = (
+            f"the model returns {type(outputs).__name__}, and attacks need a tensor of logits: prune it by `harp.fit`"
+        )
+        return [Finding("logits", "bad", f"{text} with an objective of your own")]
+    first = answers(outputs.detach(), labels)
+    return [first, determinism(model, images), gradients(model, images, labels)] if outputs.ndim == 2 else [first]
 
 
 def answers(outputs: Tensor, labels: Tensor) -> Finding:

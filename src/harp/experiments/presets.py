@@ -1,5 +1,6 @@
 """The recipe of `harp prune`: from a few options, with the usual settings of each data set."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from harp.attacks import length
@@ -30,6 +31,7 @@ def recipe(
     batch: int,
     seed: int,
     ignore: list[str],
+    include: Sequence[str] = (),
     channels: bool = False,
     budget: str | None = None,
     multiple: int = 1,
@@ -64,6 +66,7 @@ def recipe(
     units: dict[str, Any] = {"kind": "channels"} if channels else {}
     units |= {"budget": budget} if budget is not None else {}
     units |= {"multiple": multiple} if multiple != 1 else {}
+    units |= {"include": list(include)} if include else {}
     title = f"{method}-{'channels-' if channels else ''}{_short(model)}-{keep}"
     return {
         "name": "".join(letter if letter.isalnum() else "-" for letter in title).strip("-"),

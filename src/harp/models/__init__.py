@@ -26,6 +26,7 @@ __all__ = [
     "external",
     "fetched",
     "has_weights",
+    "inputs",
     "local",
     "modes",
     "normalize",

@@ -23,6 +23,31 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Set eval mode, copies of the buffers and seeded generators, and restore all of them at the end.
+
+    What `torch.compile` has made of the model is left aside: operations are watched and modules changed meanwhile.
+    """
+    before = [(module, module._buffers) for module in model.modules()]
+    copies: dict[int, Tensor] = {}
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with evaluating(model), torch.random.fork_rng(list(devices)), torch.compiler.set_stance("force_eager"):
+        torch.default_generator.manual_seed(0)
+        for device in devices:
+            torch.cuda.default_generators[device.index].manual_seed(0)
+        try:
+            for module, buffers in before:
+                module._buffers = {
+                    name: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
+                    for name, buffer in buffers.items()
+                }
+            yield
+        finally:
+            for module, buffers in before:
+                module._buffers = buffers
+
+
+@contextmanager
 def slow_attention() -> Iterator[None]:
     """Keep transformers from their fast path, which is one opaque operation."""
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -8,6 +8,7 @@ __all__ = [
     "masks",
     "methods",
     "papers",
+    "prunable",
     "rounding",
     "schedules",
     "units",

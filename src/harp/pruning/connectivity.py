@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from harp.models.inputs import Inputs
 from harp.pruning.masks import Masks, top_k
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _ROUNDS = 8  # of choosing again; each drops less than the one before
 class Paths:
     """The channels of a model, by the weights that give them and the weights that read them."""
 
-    def __init__(self, model: nn.Module, example: Tensor) -> None:
+    def __init__(self, model: nn.Module, example: Inputs) -> None:
         from harp.pruning.channels.spaces import Places, spaces  # most methods never need these
         from harp.pruning.channels.tracing import trace
 

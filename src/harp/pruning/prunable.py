@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from harp.errors import BudgetError, ModelError
@@ -19,12 +20,14 @@ def classify(model: nn.Module, include: Sequence[str] = ()) -> Iterator[tuple[st
     owners = dict(model.named_modules())
     for name, parameter in model.named_parameters():
         owner = owners[name.rpartition(".")[0]]
-        if any(matches(name, pattern) for pattern in include):
-            yield name, None
-        elif "parametrizations." in name or name.endswith(("weight_g", "weight_v", "weight_orig")):
+        if "parametrizations." in name or name.endswith(("weight_g", "weight_v", "weight_orig")):
             yield name, "re-parametrised: remove the parametrisation first"
         elif isinstance(parameter, nn.parameter.UninitializedParameter):
             yield name, "not initialised yet: run one batch through the model first"
+        elif not parameter.is_floating_point():
+            yield name, f"of type {parameter.dtype}"
+        elif parameter.ndim and any(matches(name, pattern) for pattern in include):
+            yield name, None
         elif parameter.ndim < 2:
             yield name, "a vector (bias or scale)"
         elif isinstance(owner, _NORMS):
@@ -33,8 +36,6 @@ def classify(model: nn.Module, include: Sequence[str] = ()) -> Iterator[tuple[st
             yield name, "an embedding"
         elif not name.endswith("weight"):
             yield name, "a bare parameter: name it in `include` to prune it"
-        elif not parameter.is_floating_point():
-            yield name, f"of type {parameter.dtype}"
         else:
             yield name, None
 
@@ -44,11 +45,30 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
+def check_include(pattern: str, names: Sequence[str], left_out: Mapping[str, str]) -> None:
+    """Refuse a pattern of what is to be pruned too if all that it means can't be pruned."""
+    if any(matches(name, pattern) for name in names):
+        return
+    name, reason = next((name, reason) for name, reason in left_out.items() if matches(name, pattern))
+    raise ModelError(f"include {pattern!r}: {name!r} can't be pruned: {reason}")
+
+
 def check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
     """Refuse a pattern that means no parameter."""
     for pattern in patterns:
         if not any(matches(name, pattern) for name, _ in model.named_parameters()):
             raise ModelError(f"pattern {pattern!r} matches no parameter: see `harp doctor` for the names")
+
+
+def check_readable(model: nn.Module) -> None:
+    """Refuse a model whose weights have no values yet, or whose code can't be watched."""
+    name, parameters = type(model).__name__, list(model.parameters())
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise ModelError(f"{name} is compiled by TorchScript: give the module that it was made of")
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in parameters):
+        raise ModelError(f"{name} has weights that are not initialised yet: run one batch through it first")
+    if any(parameter.is_meta for parameter in parameters):
+        raise ModelError(f"{name} has weights on the meta device, which have no values: load them first")
 
 
 class Limits(NamedTuple):

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import BudgetError, ModelError, RecipeError
+from harp.models.inputs import Inputs
 from harp.pruning import masks as mask_ops
 from harp.pruning.macs import positions
 from harp.pruning.masks import Masks
-from harp.pruning.prunable import check_patterns, classify, limits, matches
+from harp.pruning.prunable import check_include, check_patterns, classify, limits, matches
 from harp.system.nearest import unknown
 from harp.system.numbers import brief, share
 
@@ -58,8 +59,8 @@ class Units(Protocol):
         ...
 
     @property
-    def example(self) -> Tensor | None:
-        """Images of the kind to come, to follow the model's channels, if some are known."""
+    def example(self) -> Inputs | None:
+        """What the model is called with, such as images, to follow its channels, if that is known."""
         ...
 
     def total(self, keep: float | str) -> int:
@@ -118,12 +119,13 @@ class Weights:
     Arguments:
         model: any `nn.Module`.
         ignore: layers to leave dense and out of the budget.
-        include: bare parameters to prune all the same.
+        include: parameters to prune that would be left out: bare ones that do the work, embeddings, biases, ...
         minimum, maximum: per pattern, the share of a layer that must / may be kept.
         budget: what `keep` is a share of: "weights", or "macs", the multiplications that the kept weights take for one
             image. Early layers of a convolutional network hold few weights and do much of the work.
         example: images of the kind to come: a budget of MACs needs their shape, and methods follow the ways through the
-            model with them. `harp.fit` takes its first batch if there are none.
+            model with them. `harp.fit` takes its first batch if there are none. A tuple of tensors is several
+            arguments of the model, a dict is named ones.
 
     Example:
         units = harp.Weights(model, ignore=["features.0"], minimum={"classifier.*": 0.2})
@@ -143,19 +145,31 @@ class Weights:
         minimum: Mapping[str, float] | None = None,
         maximum: Mapping[str, float] | None = None,
         budget: str = "weights",
-        example: Tensor | None = None,
+        example: Inputs | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ModelError(f"model {brief(model)}: give an nn.Module, such as harp.build_model(...) makes")
         self.model, self.example = model, example
         self.left_out: dict[str, str] = {}
         self.names = [name for name, reason in classify(model, include) if self._prunable(name, reason, ignore)]
-        if not self.names:
-            raise ModelError(f"{type(model).__name__} has no prunable weights: none is matrix-shaped and not ignored")
         check_patterns([*ignore, *include, *(minimum or {}), *(maximum or {})], model)
+        for pattern in include:
+            check_include(pattern, self.names, self.left_out)
+        if not self.names:
+            lazy = next((reason for reason in self.left_out.values() if reason.startswith("not initialised")), None)
+            reason = lazy or "none is matrix-shaped and not ignored"
+            raise ModelError(f"{type(model).__name__} has no prunable weights: {reason}")
+        try:
+            self.weights  # noqa: B018  # a model that TorchScript compiled does not give its parameters
+        except RuntimeError as error:
+            raise ModelError(
+                f"{type(model).__name__} is compiled by TorchScript: give the module that it was made of"
+            ) from error
         self.masked = self.names
         self.sizes = [weight.numel() for weight in self.weights]
         for name, weight in zip(self.names, self.weights, strict=True):
+            if weight.is_meta:
+                raise ModelError(f"weight {name!r} is on the meta device, where it has no values: load the model first")
             if not torch.isfinite(weight).all():
                 raise ModelError(f"weight {name!r} holds NaN or infinity: the model is damaged or has diverged")
         self.floors, self.ceilings, self.lower, self.upper = limits(self.names, self.sizes, minimum, maximum, self.kind)
@@ -179,7 +193,8 @@ class Weights:
         """How often one image is multiplied by a weight of each layer."""
         if example is None:
             raise RecipeError("a budget of MACs depends on the images' size: give an `example`, a batch of them")
-        known = positions(self.model, tuple(example.shape[1:]))
+        is_image = isinstance(example, Tensor) and example.is_floating_point()
+        known = positions(self.model, tuple(example.shape[1:]) if is_image else example)
         unknown = [name for name in self.names if not known.get(name)]
         if unknown:
             raise ModelError(

@@ -40,8 +40,10 @@ def check_rates(lr: Any, momentum: Any, weight_decay: Any) -> None:
 
 def check_validation(validate: Any, select: str | None) -> None:
     """Refuse a validation that can't be called, and a metric that nobody measures."""
-    if validate is not None and not callable(validate):
-        raise RecipeError(f"validate {brief(validate)}: give a function that returns metrics by their names")
+    if validate is not None and not callable(validate) and not isinstance(validate, Iterable):
+        raise RecipeError(
+            f"validate {brief(validate)}: give held-out batches, or a function that returns metrics by their names"
+        )
     if select is not None and validate is None:
         raise RecipeError(f"select {select!r}: nothing measures it, so give `validate` too")
 
@@ -72,9 +74,9 @@ def check_count(count: int, epochs: int) -> None:
         )
 
 
-def check_trained(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse a training in which nothing can change."""
-    if not any(len(list(group["params"])) for group in groups):
+def check_trained(groups: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
+    """Refuse a training in which nothing can change; some methods step what they learn themselves."""
+    if not any(len(list(group["params"])) for group in groups) and not any(p.requires_grad for p in model.parameters()):
         raise ModelError("all parameters of the model are frozen: set requires_grad of those that are to be trained")
 
 
@@ -109,4 +111,6 @@ def _tensor(part: Any) -> Tensor:
     try:
         return torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"a batch holds {brief(part)}: give tensors of images and labels") from error
+        raise DataError(
+            f"a batch holds {brief(part)}: give images and labels, or an objective of your own (harp.Objective)"
+        ) from error

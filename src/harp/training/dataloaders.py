@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 from harp.errors import RecipeError
@@ -16,7 +15,7 @@ class EpochBatches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __call__(self, epoch: int, start: int = 0) -> Iterable[tuple[Tensor, Tensor]]:
+    def __call__(self, epoch: int, start: int = 0) -> Iterable[Any]:
         """The batches of an epoch from number `start` on."""
         ...
 
@@ -33,10 +32,15 @@ def by_epoch(batches: Any, fabric: Any, seed: int) -> EpochBatches:
     return _Loader(fabric.setup_dataloaders(batches, move_to_device=False)._dataloader, seed)
 
 
+def held_out(batches: Any, seed: int) -> EpochBatches:
+    """All batches, in every process, as a function of the epoch."""
+    return batches if callable(batches) else _Loader(batches, seed)
+
+
 class _Loader:
     """Any iterable of batches as a function of the epoch; on resume, earlier batches are drawn and dropped."""
 
-    def __init__(self, loader: Iterable[tuple[Tensor, Tensor]], seed: int) -> None:
+    def __init__(self, loader: Iterable[Any], seed: int) -> None:
         self.loader, self.seed = loader, seed
 
     def __len__(self) -> int:
@@ -45,7 +49,7 @@ class _Loader:
         except TypeError as error:
             raise RecipeError("batches have no length: pass a DataLoader, or harp.Batches") from error
 
-    def __call__(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    def __call__(self, epoch: int, start: int = 0) -> Iterator[Any]:
         order = derive(self.seed, "order", epoch)
         for sampler in _samplers(self.loader):
             # torch's own sampler only uses the epoch as a part of its seed, and does not know the training's seed.
@@ -54,9 +58,9 @@ class _Loader:
         iterator = iter(self.loader)
         for number in range(len(self)):
             torch.manual_seed(derive(self.seed, "load", epoch, number))  # whatever the training has drawn
-            x, y = next(iterator)
+            batch = next(iterator)
             if number >= start:
-                yield x, y
+                yield batch
 
 
 def _samplers(loader: Any) -> list[Any]:

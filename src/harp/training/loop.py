@@ -5,14 +5,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from harp.attacks import images_in_box
-from harp.errors import CheckpointError, DataError, ModelError, RecipeError
+from harp.errors import CheckpointError, ModelError, RecipeError
+from harp.models.inputs import first_rows, mapped, rows
 from harp.models.modes import Logits, evaluating
 from harp.pruning.methods import Loss, Plan, Pruner, Takeover, check_optimizer
 from harp.pruning.schedules import as_schedule, cosine
@@ -40,7 +42,7 @@ from harp.training.arguments import (
     metrics_of,
 )
 from harp.training.base import AttackingObjective, Objective, PlainObjective, as_objective
-from harp.training.dataloaders import EpochBatches, by_epoch
+from harp.training.dataloaders import EpochBatches, by_epoch, held_out
 from harp.training.divergence import Guard
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class Fitted:
 
 def fit(
     model: nn.Module,
-    batches: EpochBatches | Iterable[tuple[Tensor, Tensor]],
+    batches: EpochBatches | Iterable[Any],
     objective: Objective | Loss,
     pruner: Pruner,
     *,
@@ -128,7 +130,7 @@ def fit(
     schedule: Callable[[float], float] | str = cosine,
     accumulate: int = 1,
     seed: int = 0,
-    validate: Callable[[], Mapping[str, float]] | None = None,
+    validate: Callable[[], Mapping[str, float]] | EpochBatches | Iterable[Any] | None = None,
     select: str | None = None,
     on_step: Callable[[Record], None] | None = None,
     on_epoch: Callable[[Record], None] | None = None,
@@ -140,7 +142,8 @@ def fit(
 
     Arguments:
         model: any `nn.Module`; it holds the final weights at the end.
-        batches: callable by epoch, or an iterable of (x, y) pairs that can be iterated again, such as a DataLoader.
+        batches: callable by epoch, or an iterable that can be iterated again, such as a DataLoader: of pairs (x, y), or
+            of whatever the objective can `split`.
         objective: what is minimised: `harp.PgdTraining()`, another `harp.Objective`, or a function `(model, x, y,
             forward=None) -> loss` that calls `forward` instead of the model if it is not None.
         pruner: decides the weights: a method such as `harp.Harp(units, keep=0.01)`, `harp.Dense` or `harp.Fixed`.
@@ -152,8 +155,9 @@ def fit(
             "constant".
         accumulate: the number of parts that each batch is split into, to save memory.
         seed: every step's randomness derives from (seed, epoch, step, rank), a DataLoader's order from (seed, epoch).
-        validate: called at the end of each epoch with the final weights in the model, in every process; the processes
-            may share the work. It returns metrics; those of the first process are used.
+        validate: held-out batches, on which the objective measures at the end of each epoch, with the final weights in
+            the model; or a function that returns metrics, called in every process. The processes may share its work;
+            the metrics of the first are used.
         select: the metric that chooses the epoch to keep, among those in which the pruner is ready; None: the last
             epoch.
         sync_norms: with several processes, let batch norms use the statistics of the images of all processes.
@@ -188,7 +192,7 @@ def fit(
     taken: Takeover | None = None
     try:
         groups = pruner.trainable()
-        check_trained(groups)
+        check_trained(groups, model)
         if isinstance(optimizer, Optimizer):
             taken, made = Takeover(optimizer, groups, pruner.units.model), optimizer
         elif optimizer is None:
@@ -197,7 +201,7 @@ def fit(
             made = called(optimizer)(groups)
         training = _Training(fabric, model, pruner, task, source, made, plan, accumulate, seed, sync_norms)
         with torch.random.fork_rng(_cuda_devices(fabric)):
-            training.run(validate, select, on_step, on_epoch, keeper)
+            training.run(training.validation(validate, select), select, on_step, on_epoch, keeper)
         return training.close()
     finally:
         pruner.release()  # also of a training that was stopped: the model can be trained again
@@ -273,8 +277,8 @@ class _Training:
             self.forward.train()
             if self.step == 0:
                 self.objective.start_epoch()
-            for x, y in self.batches(self.epoch, self.step):
-                loss = self.train_step(x, y)
+            for batch in self.batches(self.epoch, self.step):
+                loss = self.train_step(batch)
                 display.step({"epoch": self.epoch, "step": self.step, "loss": loss})
                 if on_step:
                     on_step({"epoch": self.epoch, "step": self.step, "loss": loss, **self.pruner.metrics()})
@@ -286,6 +290,30 @@ class _Training:
                 on_epoch(record)
             if keeper is not None:
                 keeper.save(self.state())
+
+    def validation(self, validate: Any, select: str | None) -> Callable[[], Mapping[str, float]] | None:
+        """What validates an epoch: the function that was given, or the objective on held-out batches."""
+        if validate is None or (callable(validate) and not hasattr(validate, "__len__")):
+            return validate  # type: ignore[no-any-return]
+        if type(self.objective).measure is Objective.measure:
+            problem = "the objective does not say what it measures on held-out batches (`harp.Objective.measure`)"
+            if select is not None:
+                raise RecipeError(f"can't select an epoch by {select!r}: {problem}")
+            logger.warning("not validated, and the last epoch is kept: %s", problem)
+            return None
+        return partial(self.measured, held_out(validate, self.seed))
+
+    def measured(self, batches: EpochBatches) -> dict[str, float]:
+        """What the objective measures on held-out batches: the mean over their examples."""
+        sums, total = dict[str, float](), 0
+        with evaluating(self.model), torch.no_grad():
+            for batch in batches(0):
+                x, y = self.inputs(batch)
+                count = rows(x) or 1  # a batch whose tensors have different lengths counts once
+                total += count
+                for name, value in self.objective.measure(self.model, x, y).items():
+                    sums[name] = sums.get(name, 0.0) + count * float(value)
+        return {name: value / total for name, value in sums.items()}
 
     def begin(self, keeper: Keeper | None) -> None:
         """Load the keeper's state if there is one, and start; every rank takes rank 0's latents and buffers."""
@@ -305,22 +333,26 @@ class _Training:
         self.model.zero_grad()  # an earlier training may have left gradients that the optimiser does not clear
         self.pruner.start(self.plan)
 
-    def train_step(self, x: Tensor, y: Tensor) -> float:
+    def inputs(self, batch: Any) -> tuple[Any, Any]:
+        """The inputs and the targets of a batch, on the device."""
+        x, y = self.objective.split(self.fabric.to_device(batch))
+        return as_images(x, y, self.model) if isinstance(self.objective, AttackingObjective) else (x, y)
+
+    def train_step(self, batch: Any) -> float:
         """Train on a batch, with one update for each replay of the objective; return the last loss."""
-        x, y = self.fabric.to_device((x, y))
-        if isinstance(self.objective, AttackingObjective):
-            x, y = as_images(x, y, self.model)
+        x, y = self.inputs(batch)
         if self.step == 0 and self.epoch == 0:
-            self.check(x, y)
+            with torch.no_grad():
+                self.objective.check(self.model, x, y)
         if self.pruner.example is None:
-            self.pruner.example = x[:1].detach()
+            self.pruner.example = first_rows(x, 1)
         replays = self.objective.replays
         for replay in range(replays):
             loss = self.update(x, y, self.step * replays + replay)
         self.step += 1
         return loss
 
-    def update(self, x: Tensor, y: Tensor, number: int) -> float:
+    def update(self, x: Any, y: Any, number: int) -> float:
         """One optimiser step: loss, gradients pulled back to the latents, step, weights written."""
         rank, world = self.fabric.global_rank, self.fabric.world_size
         torch.manual_seed(derive(self.seed, "rank", self.epoch, number, rank))
@@ -340,26 +372,16 @@ class _Training:
         self.loss_sum += loss
         return loss
 
-    @torch.no_grad()
-    def check(self, x: Tensor, y: Tensor) -> None:
-        """Refuse an empty batch, images outside [0, 1] and labels without a logit."""
-        images_in_box(x, y)
-        if not len(x) or y.dtype == torch.bool:
-            raise DataError(f"{len(x)} images with labels of {y.dtype}, expected at least one image and integer labels")
-        with evaluating(self.model):
-            classes = self.model(x[:1]).shape[-1]
-        wrong = y[(y < 0) | (y >= classes)]
-        if len(wrong):
-            raise DataError(f"label {int(wrong[0])}, expected 0 to {classes - 1}: the model has {classes} outputs")
-
-    def backward(self, x: Tensor, y: Tensor) -> float:
+    def backward(self, x: Any, y: Any) -> float:
         """Compute the gradients of the batch's mean loss, in parts; ranks exchange them with the last part only."""
         total = 0.0
-        parts = list(zip(x.chunk(self.accumulate), y.chunk(self.accumulate), strict=True))
-        for number, (part, labels) in enumerate(parts, 1):
+        parts = self.parts(x, y)
+        for number, (inputs, targets, share) in enumerate(parts, 1):
             with self.fabric.no_backward_sync(self.forward, enabled=number < len(parts)):
                 with self.fabric.autocast(), synchronising(self.sync_norms):
-                    loss = self.loss(self.model, part, labels, forward=self.loss_forward) * (len(part) / len(x))
+                    loss = self.loss(self.model, inputs, targets, forward=self.loss_forward)
+                    _check_loss(loss)
+                    loss = loss * share
                 if loss.requires_grad:  # not if a method only measures and trains nothing
                     self.fabric.backward(loss)
             total += float(loss.detach())
@@ -369,6 +391,21 @@ class _Training:
                     torch.distributed.all_reduce(latent.grad)
                     latent.grad /= self.fabric.world_size
         return total
+
+    def parts(self, x: Any, y: Any) -> list[tuple[Any, Any, float]]:
+        """A batch in `accumulate` parts, each with its share of the examples."""
+        if self.accumulate == 1:
+            return [(x, y, 1.0)]
+        count = rows((x, y))
+        if not count:
+            raise RecipeError(
+                f"accumulate {self.accumulate} splits batches whose tensors have a row for each example, and these "
+                "have different lengths: give 1"
+            )
+        size = -(-count // self.accumulate)
+        pieces = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        cut = [mapped(itemgetter(piece), (x, y)) for piece in pieces]
+        return [(*part, (piece.stop - piece.start) / count) for part, piece in zip(cut, pieces, strict=True)]
 
     def end_epoch(self, validate: Callable[[], Mapping[str, float]] | None, select: str | None) -> Record:
         """Validate the weights of this epoch, keep them if they are the best, and go to the next epoch."""
@@ -466,6 +503,16 @@ class _Training:
         if not met:
             logger.warning(budget_warning(self.history))
         return Fitted(self.pruner.finish(), self.history, epoch, self.seconds(), met)
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what is no loss: dictionaries of losses, one loss for each example, ..."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return
+    given = (
+        f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+    )
+    raise ModelError(f"the objective returned {given}, expected the loss of the batch: one floating-point number")
 
 
 def budget_warning(history: Sequence[Record], stage: str | None = None) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from harp.models.modes import evaluating, slow_attention
-from harp.pruning.channels.operations import COPIES, MOVES, REDUCTIONS, Call, Watcher, aten, tensors_in
+from harp.pruning.operations import COPIES, MOVES, REDUCTIONS, Call, Watcher, aten, tensors_in
 
 _WINDOWS = ("avg_pool", "max_pool", "upsample_nearest", "upsample_linear", "upsample_bilinear", "upsample_trilinear")
 _EQUAL = 1e-6  # relative: the same sum at several positions differs by rounding

@@ -3,8 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -15,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from harp.models.modes import evaluating
+from harp.models import inputs
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = (
+    str(Path(__file__).parent.parent) + os.sep
+)  # all of pruning: the operations are watched from outside this folder
 _LAYERS = str(Path(__file__).parent / "attention.py")  # its code belongs to models, though it is in this folder
 
 
@@ -28,28 +29,6 @@ def training(model: nn.Module) -> None:
         module.training = not isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Set eval mode, copies of the buffers and seeded generators, and restore all of them at the end."""
-    before = [(module, module._buffers) for module in model.modules()]
-    copies: dict[int, Tensor] = {}
-    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with evaluating(model), torch.random.fork_rng(list(devices)):
-        torch.default_generator.manual_seed(0)
-        for device in devices:
-            torch.cuda.default_generators[device.index].manual_seed(0)
-        try:
-            for module, buffers in before:
-                module._buffers = {
-                    name: None if buffer is None else copies.setdefault(id(buffer), buffer.clone())
-                    for name, buffer in buffers.items()
-                }
-            yield
-        finally:
-            for module, buffers in before:
-                module._buffers = buffers
-
-
 def tensors_of(answer: Any) -> list[Tensor]:
     """The tensors of a model's output, also inside dataclasses and other objects."""
     tensors, waiting, seen = [], [answer], set()
@@ -57,6 +36,8 @@ def tensors_of(answer: Any) -> list[Tensor]:
         for leaf in tree_leaves(waiting.pop(0)):
             if isinstance(leaf, Tensor):
                 tensors.append(leaf)
+            elif isinstance(leaf, Mapping):  # a class of its own, which torch takes for a leaf
+                waiting.append(list(leaf.values()))
             elif not isinstance(leaf, (type, nn.Module)) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 fields = [field.name for field in dataclasses.fields(leaf)] if dataclasses.is_dataclass(leaf) else []
@@ -84,7 +65,7 @@ def failing_line(model: nn.Module, error: BaseException) -> str:
 
 def _is_ours(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return file.startswith(_HERE) and file != _LAYERS
+    return (file.startswith(_HERE) and file != _LAYERS) or file == inputs.__file__
 
 
 def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from harp.errors import ModelError
 from harp.pruning.channels.forward import running_line, tensors_of
 from harp.pruning.channels.labels import Atoms, alike, along, core, tidy, varying
-from harp.pruning.channels.operations import Call
 from harp.pruning.channels.traces import Site, Trace, Use
+from harp.pruning.operations import Call
 
 
 class LabelledRun:
@@ -20,7 +20,7 @@ class LabelledRun:
     A record is a list of label tensors of the tensor's shape: one for an activation, one for each axis of a weight.
     """
 
-    def __init__(self, model: nn.Module, image: Tensor) -> None:
+    def __init__(self, model: nn.Module, inputs: Iterable[Tensor]) -> None:
         self.model = model
         self.atoms = Atoms()
         self.named: dict[int, tuple[str, Tensor]] = {}
@@ -38,9 +38,15 @@ class LabelledRun:
         self.voids: list[str] = []  # the reason for each negative label, from -1 downwards
         self.pieces: list[tuple[list[Tensor], str]] = []
         self.placed: list[tuple[Tensor, str]] = []
-        channels = self.atoms.fresh(image.shape[1])
-        self.atoms.lock(channels, "the model's input")
-        self.give(image, along(channels, 1, image.shape))
+        for tensor in inputs:
+            if not tensor.is_floating_point():
+                continue  # indices, such as tokens: they have no channels
+            if tensor.ndim < 2:
+                self.void([tensor], "an input without channels")
+                continue
+            channels = self.atoms.fresh(tensor.shape[1])
+            self.atoms.lock(channels, "the model's input")
+            self.give(tensor, along(channels, 1, tensor.shape))
 
     def finish(self, answer: Any) -> None:
         """Lock the channels of the model's output."""

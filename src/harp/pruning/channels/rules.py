@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 from harp.errors import ModelError
 from harp.pruning.channels.labelled_run import LabelledRun
 from harp.pruning.channels.labels import alike, along, core, cores, first, is_constant, tidy, varying
-from harp.pruning.channels.operations import COPIES, MOVES, REDUCTIONS, Call, aten, tensors_in
 from harp.pruning.channels.traces import Use
+from harp.pruning.operations import COPIES, MOVES, REDUCTIONS, Call, aten, tensors_in
 
 Rule = Callable[[LabelledRun, Call], None]
 

@@ -20,45 +20,46 @@ import logging
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harp.errors import ModelError
-from harp.models.modes import slow_attention
+from harp.models.inputs import Inputs, ask, copied, described, first_rows, tensors
+from harp.models.modes import slow_attention, untouched
 from harp.pruning.channels import rules
-from harp.pruning.channels.forward import first_line, training, untouched
+from harp.pruning.channels.forward import first_line, training
 from harp.pruning.channels.labelled_run import LabelledRun
-from harp.pruning.channels.operations import Watcher
 from harp.pruning.channels.traces import Trace
+from harp.pruning.operations import Watcher
 
 logger = logging.getLogger("harp")
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def trace(model: nn.Module, example: Tensor) -> Trace:
-    """Run the model in eval mode on the first image and trace its channels. The model is not changed."""
-    image = example[:1].clone()
+def trace(model: nn.Module, example: Inputs) -> Trace:
+    """Run the model in eval mode on the first example and trace its channels. The model is not changed."""
+    inputs = copied(first_rows(example, 1))
     with slow_attention(), untouched(model):
-        run = LabelledRun(model, image)
+        run = LabelledRun(model, tensors(inputs))
         try:
             with Watcher(partial(rules.follow, run)):
-                answer = model(image)
+                answer = ask(model, inputs)
         except ModelError:
             raise
         except Exception as error:  # a model's forward may raise any error
-            shape = tuple(image.shape)
-            raise ModelError(f"the model can't run on an example of shape {shape}: {first_line(error)}") from error
+            given = described(inputs)
+            raise ModelError(f"the model can't run on an example of {given}: {first_line(error)}") from error
         run.finish(answer)
-        return run.result(not run.seen_all() and _trace_training(model, run, image))
+        return run.result(not run.seen_all() and _trace_training(model, run, inputs))
 
 
-def _trace_training(model: nn.Module, run: LabelledRun, image: Tensor) -> bool:
+def _trace_training(model: nn.Module, run: LabelledRun, inputs: Inputs) -> bool:
     """Trace training mode too, in which more weights may be used; whether there are such weights."""
     uses, computed, sites = list(run.uses), list(run.computed), len(run.axes)
     training(model)
     try:
         with Watcher(partial(rules.follow, run)):
-            run.finish(model(image))
+            run.finish(ask(model, inputs))
     except Exception as error:  # training mode may need labels or several images: then it is not traced
         logger.debug("training mode is not followed: %s", error)
     run.uses, run.computed = uses, computed  # costs are those of eval mode

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError, RecipeError
+from harp.models.inputs import Inputs, ask, copied, described, first_rows, tensors
+from harp.models.modes import untouched
 from harp.pruning.channels.cutting import Cut, plan
-from harp.pruning.channels.forward import first_line, untouched
+from harp.pruning.channels.forward import first_line
 from harp.pruning.channels.latency import NOUN, Latency, measure
 from harp.pruning.channels.prices import TARIFFS, Tariff, tariff
 from harp.pruning.channels.spaces import Places, Space, Whole, spaces
 from harp.pruning.channels.tracing import trace
 from harp.pruning.channels.verify import TOLERANCE, Trial, difference
 from harp.pruning.masks import Masks
-from harp.pruning.prunable import check_patterns, limits, matches
+from harp.pruning.prunable import check_patterns, check_readable, limits, matches
 from harp.pruning.units import checked_total
 from harp.system.nearest import unknown
 from harp.system.numbers import brief
@@ -39,7 +41,8 @@ class Channels:
 
     Arguments:
         model: any `nn.Module` whose graph can be followed.
-        example: one or two images of the kind to come.
+        example: one or two images of the kind to come; or whatever else the model takes: a tuple of tensors is several
+            arguments, a dict is named ones.
         budget: what `keep` is a share of: `flops` (as the paper counts them), `macs`, `parameters` or `memory`; or
             `latency`, the time for one image, measured now; or times that were measured before.
         ignore: patterns of weights that stay as they are, with all channels that they read and give.
@@ -60,7 +63,7 @@ class Channels:
     def __init__(
         self,
         model: nn.Module,
-        example: Tensor,
+        example: Inputs,
         *,
         budget: str | Latency = "flops",
         ignore: Sequence[str] = (),
@@ -69,7 +72,7 @@ class Channels:
         multiple: int = 1,
         whole_ends: bool = False,
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(example, Tensor):
+        if not isinstance(model, nn.Module) or not tensors(example):
             raise ModelError(f"channels of {brief(model)} on {brief(example)}: give an nn.Module and a batch of images")
         if isinstance(budget, str) and budget not in (*TARIFFS, "latency"):
             raise RecipeError(unknown("budget of channels", budget, [*TARIFFS, "latency"]))
@@ -101,6 +104,8 @@ class Channels:
         shapes = {name: model.get_parameter(name).shape for name in readers}
         self.fans = [shapes[name][axes[name]] * math.prod(shapes[name][2:]) for name in readers]
         if budget == "latency":
+            if not isinstance(example, Tensor):
+                raise ModelError(f"times are measured on a tensor of images, not on {described(example)}")
             budget = measure(model, example, self.trace, self.spaces)
         self.latency = budget if isinstance(budget, Latency) else None
         self.noun = NOUN if isinstance(budget, Latency) else TARIFFS[budget][1]
@@ -221,7 +226,7 @@ class Channels:
         for net in (small, model):
             with untouched(net):
                 try:
-                    answers.append(net(self.example.clone()))
+                    answers.append(ask(net, copied(self.example)))
                 except Exception as error:  # forward may do anything
                     raise ModelError(f"the smaller network doesn't run: {first_line(error)}") from error
         gap = difference(*answers)
@@ -230,17 +235,15 @@ class Channels:
         return small
 
 
-def _fitting(model: nn.Module, example: Tensor) -> Tensor:
-    """One or two images where the model is, in its precision; a model that can't be followed is refused."""
-    tensors = list(model.parameters())
+def _fitting(model: nn.Module, example: Inputs) -> Inputs:
+    """One or two examples where the model is, in its precision; a model that can't be followed is refused."""
+    parameters = list(model.parameters())
     name = type(model).__name__
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise ModelError(f"{name} is compiled by TorchScript: give the module that it was made of")
-    if any(isinstance(tensor, nn.parameter.UninitializedParameter) for tensor in tensors):
-        raise ModelError(f"{name} has weights that are not initialised yet: run one batch through it first")
-    like = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+    check_readable(model)
+    like = next((tensor for tensor in parameters if tensor.is_floating_point()), None)
     if like is None:
         raise ModelError(f"{name} has no parameters, and so no channels that can be pruned")
-    if example.ndim < 2 or len(example) == 0:
-        raise ModelError(f"an example of shape {tuple(example.shape)} is no batch of images")
-    return example[:2].to(like)
+    given = tensors(example)
+    if not given or any(tensor.ndim == 0 or len(tensor) == 0 for tensor in given):
+        raise ModelError(f"an example of {described(example)} is no batch for {name}")
+    return copied(first_rows(example, 2), like)

@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
+from harp.models.inputs import Inputs, ask, first_rows, mapped
+from harp.models.inputs import copied as copied_inputs
+from harp.models.modes import untouched
 from harp.pruning.channels.cutting import plan
-from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training, untouched
+from harp.pruning.channels.forward import failing_line, first_line, tensors_of, training
 from harp.pruning.channels.spaces import Space, Whole
 from harp.pruning.channels.traces import Trace
 
@@ -34,13 +37,13 @@ _KNOWN = {"in_channels", "out_channels", "in_features", "out_features", "num_fea
 class Trial:
     """A model's perturbed copy, on which cuts are tried."""
 
-    def __init__(self, model: nn.Module, example: Tensor, trace: Trace) -> None:
+    def __init__(self, model: nn.Module, example: Inputs, trace: Trace) -> None:
         self.trace = trace
         self.passed: list[Space] = []  # the spaces of the last cuts that passed
         self.model = perturbed(model)
         generator = torch.Generator().manual_seed(0)
         like = next(p for p in self.model.parameters() if p.is_floating_point())
-        self.images = torch.rand((1, *example.shape[1:]), generator=generator).to(like)
+        self.inputs = noise(example, like, generator)
         if not self._runs_calibrated():  # roots and logarithms of weights bear no noise
             self.model = copied(model).eval()
             if not _finite(self._ask(self.model)):
@@ -48,8 +51,8 @@ class Trial:
 
     @torch.no_grad()
     def _runs_calibrated(self) -> bool:
-        with torch.random.fork_rng([]):
-            calibrate(self.model, self.images)
+        with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
+            calibrate(self.model, self.inputs)
         return _finite(self._ask(self.model))
 
     def survivors(self, spaces: Sequence[Space]) -> tuple[list[Space], list[Whole]]:
@@ -143,7 +146,7 @@ class Trial:
         with untouched(net):
             if in_training:
                 training(net)
-            return net(self.images.clone())
+            return ask(net, copied_inputs(self.inputs))
 
 
 def _deaths(spaces: Sequence[Space]) -> Iterator[set[int]]:
@@ -205,6 +208,17 @@ def difference(answer: Any, expected: Any) -> float:
     return max(gaps, key=lambda gap: (math.isnan(gap), gap), default=0.0)
 
 
+def noise(example: Inputs, like: Tensor, generator: torch.Generator) -> Inputs:
+    """Random numbers in [0, 1] of an example's shape, one row; indices, such as tokens, are those of the example."""
+
+    def drawn(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.to(like.device)
+        return torch.rand(tuple(tensor.shape), generator=generator).to(like)
+
+    return mapped(drawn, first_rows(example, 1))
+
+
 def copied(model: nn.Module) -> nn.Module:
     """A copy, in 32 bit where the model has fewer."""
     try:
@@ -239,7 +253,7 @@ def _norms(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
     return [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
 
 
-def calibrate(model: nn.Module, images: Tensor) -> None:
+def calibrate(model: nn.Module, inputs: Inputs) -> None:
     """Rescale layers and norms so that their outputs vary by about one.
 
     Otherwise signals vanish in deep networks with fresh weights, and a wrong cut would not be seen.
@@ -247,7 +261,7 @@ def calibrate(model: nn.Module, images: Tensor) -> None:
     layers = [module for module in model.modules() if isinstance(module, _RESCALED)]
     handles = [module.register_forward_hook(_rescale, with_kwargs=True) for module in layers]
     try:
-        model(images.clone())
+        ask(model, copied_inputs(inputs))
     finally:
         for handle in handles:
             handle.remove()
@@ -255,6 +269,8 @@ def calibrate(model: nn.Module, images: Tensor) -> None:
 
 def _rescale(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
     """Scale a layer's weight and shrink a large bias; or set a norm's statistics to those of the batch."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return None
     if isinstance(module, nn.modules.batchnorm._NormBase):
         if module.running_mean is None or module.running_var is None:
             return None

@@ -47,7 +47,16 @@ from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
 from harp.pruning.allocation import uniform
 from harp.pruning.masks import Masks
-from harp.pruning.methods.base import AttackingLoss, Loss, ParameterGroup, Plan, Pruner, as_units, check_option
+from harp.pruning.methods.base import (
+    AttackingLoss,
+    Loss,
+    ParameterGroup,
+    Plan,
+    Pruner,
+    as_units,
+    check_labels,
+    check_option,
+)
 from harp.pruning.methods.beta_bernoulli import Gate
 from harp.pruning.papers import Criterion, Locality, Paper, Structure, Taxonomy
 from harp.pruning.units import Units
@@ -321,6 +330,7 @@ class AnpVs(Pruner):
     ) -> Tensor:
         """The weights' loss, plus a term of value 0 through which the masks get the gradient of their own loss."""
         forward = forward or model
+        check_labels(self, x, y, "use another method")
         self._seen += len(x)
         x = standardise(x) if self.standardised else x
         x_adv = attack(model, x, y)

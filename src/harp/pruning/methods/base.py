@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harp.errors import ModelError, RecipeError
+from harp.models.inputs import described
 from harp.models.modes import Logits
 from harp.pruning import masks as mask_ops
 from harp.pruning.holding import hold, lift
@@ -34,7 +35,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 class Loss(Protocol):
     """The loss of a batch as a function: what a training minimises, and all that a method must know of it."""
 
-    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, /, *, forward: Logits | None = None) -> Tensor:
+    def __call__(self, model: nn.Module, x: Any, y: Any, /, *, forward: Logits | None = None) -> Tensor:
         """The loss of a batch; the pass that it is computed by calls `forward`, the model if that is None."""
         ...
 
@@ -157,7 +158,7 @@ class Pruner(nn.Module):
             )
         self.units = units
         self.total = total
-        self.example = units.example  # a batch of images; `fit` supplies one if there is none
+        self.example = units.example  # what the model is called with; `fit` supplies one if there is none
         self.seed, self.draws, self.was_reset = seed, 0, False
         self._optimizer: Optimizer | None = None
         self._taken: Takeover | None = None  # the optimiser of somebody's own loop
@@ -515,7 +516,8 @@ class Latent(Pruner, ABC):
     def trainable(self) -> list[ParameterGroup]:
         """The latents, and the norms of the model; of prunable weights only the gradients are needed."""
         norms = [module for module in self.units.model.modules() if isinstance(module, _NORMS)]
-        affine = [p for norm in norms for p in norm.parameters(recurse=False) if p.requires_grad]
+        masked = {id(weight) for weight in self.units.weights}  # some may be of norms, on request
+        affine = [p for m in norms for p in m.parameters(recurse=False) if p.requires_grad and id(p) not in masked]
         self.require_gradients([*affine, *self.units.weights])
         first, *others = self.latents()
         return [{**first, "params": [*first["params"], *affine]}, *others]
@@ -557,6 +559,17 @@ def check_option(valid: bool, name: str, value: float | None, advice: str) -> No
         raise RecipeError(f"{name} {value:.6g}: {advice}")
 
 
+def check_labels(method: Pruner, x: Any, y: Any, advice: str) -> None:
+    """Refuse a batch that is not of classification, for a method whose own loss is the cross entropy."""
+    known = isinstance(x, Tensor) and isinstance(y, Tensor) and y.shape == x.shape[:1] and not y.is_floating_point()
+    if not known:
+        given = f"{described(x)} and {described(y)}"
+        raise ModelError(
+            f"{type(method).__name__} is for classification, an integer label for each row of a tensor, and the batch "
+            f"has {given}: {advice}"
+        )
+
+
 def largest(units: Units, strengths: Sequence[Tensor], counts: Iterable[int]) -> Masks:
     """Masks that keep so many units of each layer, those of largest strength."""
     return units.expand([top_k(strength, count) for strength, count in zip(strengths, counts, strict=True)])
@@ -569,7 +582,7 @@ def random_masks(units: Units, counts: Iterable[int], seed: int) -> Masks:
     return units.expand([at_random(where, count, generator) for where, count in zip(anywhere, counts, strict=True)])
 
 
-def _unknown_loss(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+def _unknown_loss(model: nn.Module, x: Any, y: Any, forward: Logits | None = None) -> Tensor:
     """The loss of a loop that is not `harp.fit`; it is never called."""
     raise NotImplementedError
 

@@ -32,6 +32,7 @@ Masks change before an epoch is validated, so early epochs are validated without
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,17 @@ from torch import Tensor, nn
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
 from harp.pruning.masks import top_k
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, as_units, check_option, random_masks
+from harp.pruning.methods.base import (
+    Dynamic,
+    Layout,
+    Loss,
+    Phase,
+    Plan,
+    as_units,
+    check_labels,
+    check_option,
+    random_masks,
+)
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.schedules import cosine
 from harp.pruning.units import Units
@@ -102,7 +113,8 @@ class Dnr(Dynamic):
     def wrap(self, objective: Loss) -> Loss:
         """The objective, mixed with the cross entropy of the clean images."""
 
-        def hybrid(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        def hybrid(model: nn.Module, x: Any, y: Any, forward: Logits | None = None) -> Tensor:
+            check_labels(self, x, y, "give clean_weight=0, which leaves out the cross entropy of clean images")
             robust = objective(model, x, y, forward=forward)
             clean = F.cross_entropy((forward or model)(x), y)
             return self.clean_weight * clean + (1 - self.clean_weight) * robust

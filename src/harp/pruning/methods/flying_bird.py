@@ -33,7 +33,17 @@ from torch import Tensor, nn
 from harp.models.modes import Logits
 from harp.pruning.allocation import READS_WEIGHTS, allocate
 from harp.pruning.masks import Masks, at_random, kept
-from harp.pruning.methods.base import Dynamic, Layout, Loss, Phase, Plan, as_units, check_option, random_masks
+from harp.pruning.methods.base import (
+    Dynamic,
+    Layout,
+    Loss,
+    Phase,
+    Plan,
+    as_units,
+    check_labels,
+    check_option,
+    random_masks,
+)
 from harp.pruning.papers import Criterion, Locality, Paper, Taxonomy
 from harp.pruning.units import Units
 
@@ -193,7 +203,8 @@ class FlyingBirdPlus(FlyingBird):
     def wrap(self, objective: Loss) -> Loss:
         """The objective; the correct answers of its last forward pass, on the attacked images, are counted."""
 
-        def counting(model: nn.Module, x: Tensor, y: Tensor, forward: Logits | None = None) -> Tensor:
+        def counting(model: nn.Module, x: Any, y: Any, forward: Logits | None = None) -> Tensor:
+            check_labels(self, x, y, "use FlyingBird, which counts no correct answers")
             last: list[Tensor] = []
 
             def recording(images: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import Diverged, ModelError, RecipeError
+from harp.models.inputs import copied
 from harp.pruning.allocation import allocate
 from harp.pruning.connectivity import Paths, prefer
 from harp.pruning.masks import Masks, top_k
@@ -291,7 +292,7 @@ class Harp(Hydra):
         """The paths through the network, if an example of its images is known and the network can be traced."""
         if self._paths is None and self._follows_paths and self.example is not None:
             try:
-                self._paths = Paths(self.units.model, self.example.to(self.units.weights[0]))
+                self._paths = Paths(self.units.model, copied(self.example, self.units.weights[0]))
             except ModelError as error:
                 logger.info("weights are chosen without regard to the paths through the network: %s", error)
                 self._follows_paths = False

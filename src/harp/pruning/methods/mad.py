@@ -42,7 +42,17 @@ from harp.models.modes import Logits, evaluating
 from harp.pruning.allocation import allocate
 from harp.pruning.masks import Masks, top_k
 from harp.pruning.methods._kfac import fisher_products
-from harp.pruning.methods.base import AttackingLoss, Layout, Loss, ParameterGroup, Phase, Pruner, as_units, check_option
+from harp.pruning.methods.base import (
+    AttackingLoss,
+    Layout,
+    Loss,
+    ParameterGroup,
+    Phase,
+    Pruner,
+    as_units,
+    check_labels,
+    check_option,
+)
 from harp.pruning.papers import Criterion, Paper, Taxonomy
 from harp.pruning.rounding import best, flat
 from harp.pruning.units import Units
@@ -138,6 +148,7 @@ class Mad(Pruner):
         """The adversarial loss of a batch; its saliencies become gradients, weighted by the number of images."""
         if self.batches is not None and self.seen >= self.batches:
             return self.loss.detach().clone()  # of the measured batches, so that the epoch's mean is theirs
+        check_labels(self, x, y, "use another method")
         x_adv = attack(model, x, y)
         weights = dict(zip(self.units.names, (w.detach() for w in self.units.weights), strict=True))
         with evaluating(model), torch.autocast(x.device.type, enabled=False):

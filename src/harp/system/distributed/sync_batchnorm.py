@@ -40,13 +40,13 @@ _ACCUMULATING = (torch.float32, torch.float64)  # types that are precise enough 
 class Synchronised:
     """A forward pass whose batch norms use the statistics of all processes."""
 
-    def __init__(self, forward: Callable[[Tensor], Any]) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
 
-    def __call__(self, x: Tensor) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The output for the part of a batch that this process has."""
         with _BatchNorms():
-            return self.forward(x)
+            return self.forward(*inputs, **named)
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def synchronising(on: bool) -> Iterator[None]:
         _enabled.reset(token)
 
 
-def beside(model: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+def beside(model: Callable[..., Any]) -> Callable[..., Any]:
     """A model for an additional forward pass during training, with batch norms like in the main pass."""
     return Synchronised(model) if _enabled.get() else model
 
