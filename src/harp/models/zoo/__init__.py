@@ -3,7 +3,7 @@
     harp.zoo.names()
     model = harp.zoo.load("digits-tinynet-1%")
 
-Each network is a folder here: its recipe, the weights, the masks and the `.harp` file of each budget, and `card.json` with how it
+Each network is a folder here: its recipe, the weights and the `.harp` file of each budget, and `card.json` with how it
 was trained and what was measured. `scripts/make-zoo` makes all of it.
 """
 
