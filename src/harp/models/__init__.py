@@ -107,10 +107,10 @@ def build(
     """Make the model that `spec` names, for images of `shape` (channels, height, width).
 
     `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE`, `hf:OWNER/NAME`,
-    `zoo:NAME` or `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per channel, which goes
-    inside the model. `options` go to the model's factory. The weights come from torch's random generator, which the
-    caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
-    `num_classes` finite logits an image.
+    `zoo:NAME` or `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per
+    channel, which goes inside the model. `options` go to the model's factory. The weights come from torch's random
+    generator, which the caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that
+    doesn't give `num_classes` finite logits an image.
 
     Arguments:
         spec: which model.
