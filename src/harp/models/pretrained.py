@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from harp.errors import CheckpointError, ModelError
+from harp.models import zoo_cards as cards
 from harp.models.robustbench import PUBLISHED
-from harp.models.zoo import cards
 from harp.system import hub
 
 ROBUSTBENCH = "robustbench:"

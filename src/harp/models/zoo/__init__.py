@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from harp.errors import ModelError
 from harp.models import external, small
+from harp.models import zoo_cards as cards
 from harp.models.weights import load_weights
-from harp.models.zoo import cards
-from harp.models.zoo.cards import name_in, weights_file
+from harp.models.zoo_cards import name_in, weights_file
 
-__all__ = ["card", "cards", "load", "masks", "name_in", "names", "path", "weights_file"]
+__all__ = ["card", "load", "masks", "name_in", "names", "path", "weights_file"]
 
 _FACTORIES: dict[str, Callable[..., nn.Module]] = {"tinynet": small.tinynet, "vgg8": small.vgg8}
 

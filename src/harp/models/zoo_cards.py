@@ -12,7 +12,7 @@ from harp.models import external
 from harp.system.tensors import load_tensors
 
 PREFIX = "zoo:"
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "zoo"
 
 
 @cache
