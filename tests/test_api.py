@@ -45,8 +45,13 @@ def public() -> dict[str, Any]:
         if inner:
             objects[name] = getattr(module, inner)
         else:
+            # A module of Python 3.14 has a function `__annotate__`.
             own = inspect.getmembers(module, inspect.isfunction)
-            objects |= {f"{name}.{n}": o for n, o in own if o.__module__ == home and n != "from_recipe"}
+            objects |= {
+                f"{name}.{n}": o
+                for n, o in own
+                if o.__module__ == home and n != "from_recipe" and not n.startswith("__")
+            }
     return objects
 
 

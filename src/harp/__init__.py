@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from harp.experiments.run_folder import LoadedRun as LoadedRun
     from harp.experiments.run_folder import load_run as load_run
     from harp.models import build as build_model
+    from harp.models import zoo as zoo
     from harp.models.weights import load_weights as load_weights
     from harp.models.weights import save_model as save_model
     from harp.pruning import schedules as schedules
@@ -168,6 +169,7 @@ _HOMES = {
     "save_masks": "harp.pruning.masks",
     "save_model": "harp.models.weights",
     "schedules": "harp.pruning.schedules",
+    "zoo": "harp.models.zoo",
 }
 _INNER = {
     "apply_masks": "apply",
@@ -178,6 +180,7 @@ _INNER = {
     "peers": "of_this_run",
     "save_masks": "save",
     "schedules": "",  # the module itself
+    "zoo": "",
 }
 
 if not TYPE_CHECKING:  # a checker would take every misspelt name for something of any type

@@ -93,11 +93,12 @@ def known() -> dict[str, Any]:
     """What `names.json` holds, from the modules themselves."""
     from harp.data.registry import DATASETS
     from harp.experiments import compose, study
-    from harp.models import MODELS
+    from harp.models import MODELS, zoo
     from harp.pruning.allocation import STRATEGIES
     from harp.training.objectives import OBJECTIVES
 
     others = [
+        *((f"zoo:{name}", _zoo_text(zoo.card(name))) for name in zoo.names()),
         ("torchvision:NAME", "any classifier of torchvision"),
         ("timm:NAME", "any classifier of timm"),
         ("robustbench:NAME:FILE", "a checkpoint of RobustBench that you downloaded, with its normalisation"),
@@ -117,6 +118,12 @@ def known() -> dict[str, Any]:
         "objectives": list(OBJECTIVES),
         "objective_of": {name: compose.load(name).objective["name"] for name in compose.shipped()},
     }
+
+
+def _zoo_text(card: dict[str, Any]) -> str:
+    """A network of the zoo: its data, how many weights it keeps, and what it reaches."""
+    results = ", ".join(f"{row['test']} {row['accuracy']:.1%}" for row in card["results"])
+    return f"trained on {card['data']}, {card['kept']:,} weights: {results} (epsilon {card['epsilon']:g})"
 
 
 def _recipe_text(name: str) -> str:

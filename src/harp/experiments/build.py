@@ -20,7 +20,7 @@ from harp.evaluation.accuracy import DEFAULT, Subject
 from harp.experiments import recipe, run_folder
 from harp.experiments.image_size import image_size
 from harp.experiments.places import Places
-from harp.models import has_weights
+from harp.models import has_weights, zoo
 from harp.models.normalize import constants
 from harp.models.weights import load_weights
 from harp.pruning import methods
@@ -67,7 +67,9 @@ def load(
         raise RecipeError(f"there is no run {target!r}; if it is a model, add --data (see `harp list data`)")
     source = registry.load(data_name, data_dir, image_size(data_name, data_dir, size, target))
     part = recipe.Model(name=target, normalize=None if normalize is None else constants(normalize))
-    return Subject(build(part, source, weights), source)
+    trained = zoo.name_in(target)
+    trained_for = DEFAULT if trained is None else Ball(zoo.card(trained)["epsilon"])
+    return Subject(build(part, source, weights), source, trained_for)
 
 
 def _dense_weights(run: run_folder.Finished) -> Path | None:

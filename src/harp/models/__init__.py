@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harp.errors import ModelError
-from harp.models import external, input_size, preact_resnet, resnet, small, swish, vgg, weights, wide_resnet
+from harp.models import external, input_size, preact_resnet, resnet, small, swish, vgg, weights, wide_resnet, zoo
 from harp.models.modes import evaluating
 from harp.models.normalize import Normalized
 from harp.models.pretrained import fetched, has_weights, local, written_out
@@ -34,6 +34,7 @@ __all__ = [
     "usual",
     "weights",
     "written_out",
+    "zoo",
 ]
 
 
@@ -72,6 +73,9 @@ def usual(spec: str) -> tuple[int, tuple[int, int, int]]:
     """The classes and image shape that a model is usually built for, where no data set says it."""
     if spec in MODELS:
         return MODELS[spec].classes, MODELS[spec].shape
+    if (name := zoo.name_in(spec)) is not None:
+        facts = zoo.card(name)
+        return facts["classes"], tuple(facts["shape"])
     return _IMAGENET if spec.startswith(("torchvision:", "timm:")) else (10, (3, 32, 32))
 
 
@@ -104,11 +108,11 @@ def build(
 ) -> nn.Module:
     """Make the model that `spec` names, for images of `shape` (channels, height, width).
 
-    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE`, `hf:OWNER/NAME` or
-    `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per channel, which goes
-    inside the model. `options` go to the model's factory. The weights come from torch's random generator, which the
-    caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that doesn't give
-    `num_classes` finite logits an image.
+    `spec` is a name in `MODELS`, `torchvision:NAME`, `timm:NAME`, `robustbench:NAME:FILE`, `hf:OWNER/NAME`,
+    `zoo:NAME` or `path/to/file.py:function`; a file is Python code, and it runs. `normalize` is (mean, std) per
+    channel, which goes inside the model. `options` go to the model's factory. The weights come from torch's random
+    generator, which the caller seeds and which is left as construction leaves it. Raises `ModelError` for anything that
+    doesn't give `num_classes` finite logits an image.
 
     Arguments:
         spec: which model.

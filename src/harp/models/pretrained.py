@@ -2,6 +2,7 @@
 
 `robustbench:NAME:FILE`          a checkpoint of RobustBench, downloaded by the user
 `hf:OWNER/NAME`, with @REVISION  what `harp push` wrote to a hub
+`zoo:NAME`                       a network that comes with the package
 """
 
 import difflib
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 
 from harp.errors import CheckpointError, ModelError
+from harp.models import zoo_cards as cards
 from harp.models.robustbench import PUBLISHED
 from harp.system import hub
 
@@ -22,13 +24,16 @@ _LARGEST = 1 << 20  # bytes of a recipe
 
 def has_weights(spec: str) -> bool:
     """Whether a name is of a model with its weights."""
-    return spec.startswith(ROBUSTBENCH) or hub.is_name(spec)
+    return spec.startswith(ROBUSTBENCH) or hub.is_name(spec) or cards.name_in(spec) is not None
 
 
 def written_out(spec: str) -> dict[str, Any] | None:
     """The keys of a recipe's model that a name is short for: name, options, normalize, weights; None: it is not."""
     if hub.is_name(spec):
         return _from_hub(spec)
+    if (name := cards.name_in(spec)) is not None:
+        facts = cards.card(name)
+        return {"name": facts["model"], **facts["options"], "weights": str(cards.weights_file(name))}
     return _from_robustbench(spec) if spec.startswith(ROBUSTBENCH) else None
 
 
