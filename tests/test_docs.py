@@ -39,20 +39,27 @@ def test_the_library_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = blocks("README.md", "python")
-    example = example.replace("epochs=20", "epochs=1").replace("epochs=100", "epochs=1").replace("0.01)", "0.1)")
+    example = example.replace("epochs=20", "epochs=1").replace("epochs=100", "epochs=1").replace('"1%"', '"10%"')
     scope = {"model": cases.build("conv"), "batches": [cases.batch(seed=seed) for seed in range(3)]}
     exec(compile(example, "README.md", "exec"), scope)
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_the_two_lines_run() -> None:
-    example = blocks("docs/how-to/library.md", "python")[1]
-    example = example.replace("range(20)", "range(2)").replace("keep=0.01", "keep=0.1")
+def test_the_two_lines_and_the_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    two_lines, fine_tuning = blocks("docs/how-to/library.md", "python")[1:3]
+    example = two_lines.replace("range(20)", "range(2)").replace("keep=0.01", "keep=0.1")
     model = cases.build("conv")
     scope = {"torch": torch, "model": model, "loader": [cases.batch(seed=seed) for seed in range(3)]}
     scope["your_loss"] = lambda model, x, y: nn.functional.cross_entropy(model(x), y)
     exec(compile("import harp\n" + example, "docs/how-to/library.md", "exec"), scope)
     assert kept(scope["masks"]) == Weights(model).total(0.1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    exec(compile("import harp\n" + fine_tuning.replace("range(100)", "range(2)"), "docs/how-to/library.md", "exec"), scope)
+    saved = torch.load("model.pt")
+    assert list(saved) == list(before)
+    for name, mask in harp.load_masks("masks.safetensors").items():
+        assert not saved[name][~mask].any() and not torch.equal(saved[name], before[name])
 
 
 def test_every_method_has_its_row() -> None:

@@ -72,9 +72,9 @@ def check_count(count: int, epochs: int) -> None:
         )
 
 
-def check_trained(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse a training in which nothing can change."""
-    if not any(len(list(group["params"])) for group in groups):
+def check_trained(groups: Iterable[Mapping[str, Any]], frozen: bool) -> None:
+    """Refuse a training of a frozen model in which nothing can change."""
+    if frozen and not any(len(list(group["params"])) for group in groups):
         raise ModelError("all parameters of the model are frozen: set requires_grad of those that are to be trained")
 
 

@@ -187,8 +187,9 @@ def fit(
     plan = Plan(epochs, max(1, len(source)) * task.replays, lr, momentum, weight_decay, shape)
     taken: Takeover | None = None
     try:
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
         groups = pruner.trainable()
-        check_trained(groups)
+        check_trained(groups, frozen)
         if isinstance(optimizer, Optimizer):
             taken, made = Takeover(optimizer, groups, pruner.units.model), optimizer
         elif optimizer is None:
