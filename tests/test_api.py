@@ -21,7 +21,15 @@ from harp.data.dataset import Split
 from harp.errors import CheckpointError, RecipeError
 from support import cases, finished_run
 
-NEED_A_RUN = {"Comparison", "LoadedRun", "Run", "export", "load", "load_run", "push"}  # their examples take files or minutes
+NEED_A_RUN = {
+    "Comparison",
+    "LoadedRun",
+    "Run",
+    "export",
+    "load",
+    "load_run",
+    "push",
+}  # their examples take files or minutes
 PROTOCOLS = {"Attack", "Criterion", "Locality", "Units"}  # nobody constructs them
 
 

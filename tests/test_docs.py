@@ -55,7 +55,10 @@ def test_the_two_lines_and_the_fine_tuning_run(tmp_path: Path, monkeypatch: pyte
     exec(compile("import harp\n" + example, "docs/how-to/library.md", "exec"), scope)
     assert kept(scope["masks"]) == Weights(model).total(0.1)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    exec(compile("import harp\n" + fine_tuning.replace("range(100)", "range(2)"), "docs/how-to/library.md", "exec"), scope)
+    exec(
+        compile("import harp\n" + fine_tuning.replace("range(100)", "range(2)"), "docs/how-to/library.md", "exec"),
+        scope,
+    )
     saved = torch.load("model.pt")
     assert list(saved) == list(before)
     for name, mask in harp.load_masks("masks.safetensors").items():
