@@ -21,8 +21,16 @@ from harp.data.dataset import Split
 from harp.errors import CheckpointError, RecipeError
 from support import cases, finished_run
 
-NEED_A_RUN = {"push", "LoadedRun", "Run", "export", "load", "load_run"}  # their examples take files or minutes
-PROTOCOLS = {"Attack", "Units"}  # nobody constructs them
+NEED_A_RUN = {
+    "Comparison",
+    "LoadedRun",
+    "Run",
+    "export",
+    "load",
+    "load_run",
+    "push",
+}  # their examples take files or minutes
+PROTOCOLS = {"Attack", "Criterion", "Locality", "Units"}  # nobody constructs them
 
 
 def imports_for_checkers() -> dict[str, tuple[str, str]]:
@@ -50,7 +58,7 @@ def public() -> dict[str, Any]:
             objects |= {
                 f"{name}.{n}": o
                 for n, o in own
-                if o.__module__ == home and n != "from_recipe" and not n.startswith("__")
+                if o.__module__ == home and n not in ("as_schedule", "from_recipe") and not n.startswith("__")
             }
     return objects
 
@@ -98,6 +106,7 @@ class Scaled(harp.Objective):
 units: harp.Units = harp.Weights(model)
 attack: harp.Attack = harp.AutoAttack()
 reveal_type(harp.Harp(units, keep=0.1))
+reveal_type(harp.Harp(model, keep="1%"))
 reveal_type(harp.Channels(model, images))
 reveal_type(harp.fit(model, [(images, labels)], loss, harp.Dense(units), epochs=1))
 reveal_type(harp.fit(model, [(images, labels)], Scaled(), harp.Dense(units), epochs=1).masks)
@@ -119,6 +128,7 @@ harp.Magnitud
 """
 
 REVEALED = [
+    "harp.pruning.methods.harp.Harp",
     "harp.pruning.methods.harp.Harp",
     "harp.pruning.channels.units.Channels",
     "harp.training.loop.Fitted",

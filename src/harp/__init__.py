@@ -1,9 +1,8 @@
 """HARP: holistic adversarially robust pruning.
 
-units = harp.Weights(model)
-pruner = harp.Harp(units, keep=0.01)
+pruner = harp.Harp(model, keep="1%")
 harp.fit(model, batches, harp.PgdTraining(), pruner, epochs=20, lr=0.1)
-harp.fit(model, batches, harp.PgdTraining(), harp.Fixed(units, pruner.masks()), epochs=100, lr=0.01)
+harp.fit(model, batches, harp.PgdTraining(), harp.Fixed(model, pruner.masks()), epochs=100, lr=0.01)
 """
 
 from importlib import import_module
@@ -37,17 +36,22 @@ if TYPE_CHECKING:
     from harp.errors import HarpError as HarpError
     from harp.evaluation.score import Score as Score
     from harp.evaluation.score import accuracy as accuracy
+    from harp.experiments.compare import Comparison as Comparison
     from harp.experiments.compose import load as load_recipe
     from harp.experiments.recipe import Recipe as Recipe
     from harp.experiments.run import Run as Run
     from harp.experiments.run_folder import LoadedRun as LoadedRun
     from harp.experiments.run_folder import load_run as load_run
+    from harp.experiments.study import load as load_study
+    from harp.models import Normalized as Normalized
     from harp.models import build as build_model
     from harp.models import zoo as zoo
     from harp.models.weights import load_weights as load_weights
     from harp.models.weights import save_model as save_model
     from harp.pruning import schedules as schedules
     from harp.pruning.channels import Channels as Channels
+    from harp.pruning.holding import hold as hold_masks
+    from harp.pruning.holding import lift as lift_masks
     from harp.pruning.masks import apply as apply_masks
     from harp.pruning.masks import load as load_masks
     from harp.pruning.masks import save as save_masks
@@ -75,12 +79,17 @@ if TYPE_CHECKING:
     from harp.pruning.methods import Random as Random
     from harp.pruning.methods import Tandem as Tandem
     from harp.pruning.methods import TwinRep as TwinRep
+    from harp.pruning.papers import Criterion as Criterion
+    from harp.pruning.papers import Locality as Locality
+    from harp.pruning.papers import Paper as Paper
+    from harp.pruning.papers import Taxonomy as Taxonomy
     from harp.pruning.units import Units as Units
     from harp.pruning.units import Weights as Weights
     from harp.reports.pictures import plot as plot
     from harp.system.distributed.fabric import launch as launch
     from harp.system.distributed.peers import of_this_run as peers
     from harp.training.base import Objective as Objective
+    from harp.training.checkpointing import Keeper as Keeper
     from harp.training.free_at import FreeTraining as FreeTraining
     from harp.training.loop import Fitted as Fitted
     from harp.training.loop import fit as fit
@@ -91,7 +100,18 @@ if TYPE_CHECKING:
     from harp.training.objectives import Trades as Trades
 
     # Imported under another name, these count as re-exported only if they are listed.
-    __all__ = ["apply_masks", "build_model", "load_data", "load_masks", "load_recipe", "peers", "save_masks"]
+    __all__ = [
+        "apply_masks",
+        "build_model",
+        "hold_masks",
+        "lift_masks",
+        "load_data",
+        "load_masks",
+        "load_recipe",
+        "load_study",
+        "peers",
+        "save_masks",
+    ]
 
 # Names are loaded when they are first used: `harp --help` must not wait for torch.
 _HOMES = {
@@ -108,6 +128,8 @@ _HOMES = {
     "Batches": "harp.data.batches",
     "BcsP": "harp.pruning.methods",
     "Channels": "harp.pruning.channels",
+    "Comparison": "harp.experiments.compare",
+    "Criterion": "harp.pruning.papers",
     "CwInf": "harp.attacks",
     "Dense": "harp.pruning.methods",
     "Dnr": "harp.pruning.methods",
@@ -128,14 +150,18 @@ _HOMES = {
     "HarpRates": "harp.pruning.methods",
     "HarpScores": "harp.pruning.methods",
     "Hydra": "harp.pruning.methods",
+    "Keeper": "harp.training.checkpointing",
     "Lamp": "harp.pruning.methods",
     "Latent": "harp.pruning.methods",
     "LoadedRun": "harp.experiments.run_folder",
+    "Locality": "harp.pruning.papers",
     "Mad": "harp.pruning.methods",
     "Magnitude": "harp.pruning.methods",
     "Mart": "harp.training.objectives",
     "Natural": "harp.training.objectives",
+    "Normalized": "harp.models",
     "Objective": "harp.training.base",
+    "Paper": "harp.pruning.papers",
     "Pgd": "harp.attacks",
     "PgdTraining": "harp.training.objectives",
     "Plan": "harp.pruning.methods",
@@ -146,6 +172,7 @@ _HOMES = {
     "Score": "harp.evaluation.score",
     "Square": "harp.attacks",
     "Tandem": "harp.pruning.methods",
+    "Taxonomy": "harp.pruning.papers",
     "Trades": "harp.training.objectives",
     "TwinRep": "harp.pruning.methods",
     "Units": "harp.pruning.units",
@@ -155,13 +182,16 @@ _HOMES = {
     "build_model": "harp.models",
     "export": "harp.deploy.export.api",
     "fit": "harp.training.loop",
+    "hold_masks": "harp.pruning.holding",
     "holdout": "harp.data.registry",
     "launch": "harp.system.distributed.fabric",
+    "lift_masks": "harp.pruning.holding",
     "load": "harp.engine.load",
     "load_data": "harp.data.registry",
     "load_masks": "harp.pruning.masks",
     "load_recipe": "harp.experiments.compose",
     "load_run": "harp.experiments.run_folder",
+    "load_study": "harp.experiments.study",
     "load_weights": "harp.models.weights",
     "peers": "harp.system.distributed.peers",
     "plot": "harp.reports.pictures",
@@ -174,9 +204,12 @@ _HOMES = {
 _INNER = {
     "apply_masks": "apply",
     "build_model": "build",
+    "hold_masks": "hold",
+    "lift_masks": "lift",
     "load_data": "load",
     "load_masks": "load",
     "load_recipe": "load",
+    "load_study": "load",
     "peers": "of_this_run",
     "save_masks": "save",
     "schedules": "",  # the module itself

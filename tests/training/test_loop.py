@@ -208,7 +208,7 @@ class Batches:
     [
         (torch.rand(4, 3, 8, 8) * 255, torch.arange(4), r"\[0, 1\]"),
         (torch.rand(4, 3, 8, 8) - 0.5, torch.arange(4), r"\[0, 1\]"),
-        ((torch.rand(4, 3, 8, 8) * 255).byte(), torch.arange(4), "not torch.uint8"),
+        ((torch.rand(4, 3, 8, 8) * 255).int(), torch.arange(4), "not torch.int32"),
         (torch.full((4, 3, 8, 8), torch.nan), torch.arange(4), "(?i)nan|finite"),
         (torch.rand(4, 3, 8, 8).index_fill(0, torch.tensor([1]), torch.inf), torch.arange(4), "inf"),
         (torch.rand(0, 3, 8, 8), torch.arange(0), "^0 images with labels of torch.int64, expected at least one image"),

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from harp.attacks import logits
-from harp.errors import DataError
+from harp.errors import DataError, ModelError
 from harp.models.modes import evaluating
+from harp.system.files import reason
 from harp.system.numbers import brief
 
 
@@ -30,7 +31,11 @@ def classes_of(model: nn.Module, images: Tensor, labels: Tensor, num_classes: in
         raise DataError(f"images must be bytes or floating point numbers in [0, 1], not {images.dtype}")
     first = as_input(images[:1], example_of(model, images))
     with torch.no_grad(), evaluating(model):
-        width = logits(model, first).shape[1]
+        try:
+            width = logits(model, first).shape[1]
+        except RuntimeError as error:
+            shape = tuple(first.shape[1:])
+            raise ModelError(f"the model can't take images of shape {shape} ({reason(error)})") from error
     classes = num_classes or width
     low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= min(classes, width):

@@ -77,20 +77,32 @@ class Entry:
 
 
 class Comparison:
-    """A study with its data and model: the recipe of every run is checked before anything runs."""
+    """A study with its data and model: the recipe of every run is checked before anything runs.
+
+    Arguments:
+        study: what is compared: of `harp.load_study`.
+        root: the folder of the runs.
+        data_dir: where the data is.
+        display: shows the progress.
+        workers: processes that decode images for each training process.
+        elsewhere: the runs are made on machines whose GPUs are not known.
+
+    Example:
+        study = harp.load_study("digits", methods="harp,magnitude", seeds="0")
+        results = harp.Comparison(study, "runs").execute(jobs=2)
+    """
 
     def __init__(
         self,
         study: Study,
-        root: Path,
+        root: str | Path,
         *,
         data_dir: Path | None = None,
         display: Quiet | None = None,
         workers: int | None = None,
         elsewhere: bool = False,
     ) -> None:
-        """`workers` decode images for each training process; `elsewhere`: on machines whose GPUs are not known."""
-        base = study.recipe
+        base, root = study.recipe, Path(root)
         self.study, self.root, self.data_dir, self.workers = study, root, data_dir, workers
         self.display = display or Quiet()
         if base.units.budget == "latency":

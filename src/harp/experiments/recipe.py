@@ -33,7 +33,7 @@ from pydantic import (
 from torch import nn
 
 from harp import models
-from harp.attacks import ATTACKS, named
+from harp.attacks import ATTACKS, length, named
 from harp.data import registry
 from harp.data.dataset import DataSet
 from harp.errors import RecipeError
@@ -350,6 +350,8 @@ class Recipe(_Part):
         for index, pair in enumerate(pairwise(pruners)):
             if pair == ("dense", "fixed"):
                 raise ValueError(f"stages[{index}]: 'fixed' keeps the masks of the stage before it, which has none")
+        if self.evaluate.epsilon is not None:
+            length("evaluate.epsilon", self.evaluate.epsilon, self.objective.get("norm", "linf"))
         return self
 
     def stage_objective(self, stage: Stage) -> dict[str, Any]:

@@ -86,7 +86,22 @@ def load(
     changes: Sequence[str] = (),
     choice: Choice = Choice(),  # noqa: B008 (frozen)
 ) -> Study:
-    """Read a study or a recipe from a file or by its name; other arguments override its keys and its recipe."""
+    """Read a study or a recipe from a file or by its name; other arguments override its keys and its recipe.
+
+    Arguments:
+        source: a file, or the name of a study or a recipe.
+        methods: names with their options, with commas in between.
+        keep: shares of the budget, such as "10%,1%".
+        seeds: whole numbers, with commas in between.
+        rank_by: the attack that the methods are ranked by.
+        protocol: "equal" epochs for all, or those of the methods' "paper".
+        changes: of the recipe, such as "data.batch=64".
+        choice: of the recipe's objective and units.
+
+    Example:
+        study = harp.load_study("digits", keep="10%,1%", seeds="0,1")
+        print(len(study.methods), study.keep)
+    """
     content = _content(source)
     given = {"methods": methods, "keep": keep, "seeds": seeds}
     content |= {key: text.split(",") for key, text in given.items() if text is not None}

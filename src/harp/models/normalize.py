@@ -52,6 +52,14 @@ class Normalized(nn.Module):
     """`net` behind the per-channel normalisation (x - mean) / std.
 
     `mean` and `std` are buffers: they move with the model, and they are saved with its weights.
+
+    Arguments:
+        net: the network, which gets normalised images.
+        mean, std: of each channel, for images in [0, 1].
+
+    Example:
+        network = harp.Normalized(model, mean=(0.49, 0.48, 0.45), std=(0.25, 0.24, 0.26))
+        print(network(images).shape)
     """
 
     mean: Tensor

@@ -28,6 +28,7 @@ from harp.errors import RecipeError
 from harp.pruning.rounding import flat, highest, nearest
 from harp.pruning.units import Units, exact
 from harp.system.nearest import unknown
+from harp.system.numbers import brief
 
 Strategy = Callable[[Units, int], list[int]]
 _Floats = npt.NDArray[np.float64]
@@ -152,6 +153,8 @@ READS_WEIGHTS = ("lamp", "global", "blend")
 
 def allocate(strategy: str | Mapping[str, float], units: Units, total: int) -> list[int]:
     """Spread `total` by a strategy's name or by given rates."""
+    if not isinstance(strategy, str | Mapping):
+        raise RecipeError(f"strategy {brief(strategy)}: one of {', '.join(STRATEGIES)}, or rates by layer")
     if not isinstance(strategy, str):
         return given(strategy)(units, total)
     if strategy not in STRATEGIES:

@@ -9,10 +9,22 @@ from enum import StrEnum
 
 @dataclass(frozen=True)
 class Paper:
-    """A publication."""
+    """A publication.
+
+    Arguments:
+        title: of the paper.
+        authors: full names or surnames, in the paper's order.
+        venue: where it was published.
+        year: of the publication.
+        link: to the paper.
+
+    Example:
+        paper = harp.Paper("Holistic Adversarially Robust Pruning", ("Zhao", "Wressnegger"), "ICLR", 2023)
+        print(paper.cited)
+    """
 
     title: str
-    authors: tuple[str, ...]  # full names or surnames, in the paper's order
+    authors: tuple[str, ...]
     venue: str
     year: int
     link: str = ""
@@ -32,7 +44,11 @@ class Paper:
 
 
 class Criterion(StrEnum):
-    """By what a method chooses what to prune."""
+    """By what a method chooses what to prune.
+
+    Example:
+        print(harp.Criterion.MAGNITUDE)
+    """
 
     MAGNITUDE = "Lowest Weight Magnitude LWM"
     SOLVER = "Solver Based LWM (SOLWM)"
@@ -43,7 +59,11 @@ class Criterion(StrEnum):
 
 
 class Locality(StrEnum):
-    """Whether weights compete within their layer or across the network."""
+    """Whether weights compete within their layer or across the network.
+
+    Example:
+        print(harp.Locality.GLOBAL)
+    """
 
     LOCAL = "Local Pruning (L)"
     GLOBAL = "Global Pruning (G)"
@@ -62,9 +82,18 @@ class Taxonomy:
 
     Published methods are put where the benchmark's own file has them. Where that file and the benchmark's page differ
     (DNR: a learned score or a solver), the file counts.
+
+    Arguments:
+        criterion: by what it chooses.
+        locality: whether weights compete within their layer; None: a strategy decides it.
+        strategy: that decides the locality if the recipe names none.
+        structure: what is taken out.
+
+    Example:
+        taxonomy = harp.Taxonomy(harp.Criterion.SCORE, harp.Locality.GLOBAL)
     """
 
     criterion: Criterion
     locality: Locality | None = None
-    strategy: str = "uniform"  # that decides the locality if the recipe names none
+    strategy: str = "uniform"
     structure: Structure = Structure.WEIGHTS

@@ -74,9 +74,9 @@ def check_count(count: int, epochs: int) -> None:
         )
 
 
-def check_trained(groups: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
-    """Refuse a training in which nothing can change; some methods step what they learn themselves."""
-    if not any(len(list(group["params"])) for group in groups) and not any(p.requires_grad for p in model.parameters()):
+def check_trained(groups: Iterable[Mapping[str, Any]], frozen: bool) -> None:
+    """Refuse a training of a frozen model in which nothing can change."""
+    if frozen and not any(len(list(group["params"])) for group in groups):
         raise ModelError("all parameters of the model are frozen: set requires_grad of those that are to be trained")
 
 

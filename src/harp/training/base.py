@@ -148,6 +148,9 @@ class PlainObjective(Objective):
     def __init__(self, function: Loss) -> None:
         self.function = function
 
+    def __repr__(self) -> str:
+        return f"PlainObjective({brief(self.function)})"
+
     def __call__(self, model: nn.Module, x: Any, y: Any, forward: Logits | None = None) -> Tensor:
         """The function's loss."""
         return self.function(model, x, y, forward=forward)

@@ -28,22 +28,29 @@ class Keeper:
 
     Arguments:
         path: of the newest state.
+        stop: says when to stop; None: never.
         minutes: the longest time between two states.
         keep: the number of states to keep.
         of: identifies the training, to refuse the states of another one.
+        fabric: of a training in several processes.
+
+    Example:
+        keeper = harp.Keeper(folder / "state.pt")  # the same call again resumes from there
+        harp.fit(model, batches, harp.Natural(), harp.Dense(model), epochs=1, keeper=keeper)
     """
 
     def __init__(
         self,
-        path: Path,
-        stop: Stop,
+        path: str | Path,
+        stop: Stop | None = None,
         *,
         minutes: float = 10.0,
         keep: int = 2,
         of: str = "",
         fabric: Any = None,
     ) -> None:
-        self.states, self.stop, self.seconds, self.fabric = States(path, keep, of), stop, minutes * 60, fabric
+        self.states, self.stop = States(Path(path), keep, of), Stop() if stop is None else stop
+        self.seconds, self.fabric = minutes * 60, fabric
         self._several = fabric is not None and fabric.world_size > 1  # several ranks
         self.good = "none"  # the newest state on disk, for messages
         self._last_save = self._last_step = time.monotonic()

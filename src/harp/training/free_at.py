@@ -95,6 +95,9 @@ class Free(AttackingObjective):
         self.noise = None  # the perturbation, with as many rows as the largest batch so far
         self._pending: list[_Part] = []
 
+    def __repr__(self) -> str:
+        return f"Free({self.options!r})"
+
     def attack(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The images with the current perturbation; `after_backward` uses their gradient."""
         start = self._pending[-1].rows.stop if self._pending else 0

@@ -54,7 +54,7 @@ Record = dict[str, Any]
 
 
 class Keeper(Protocol):
-    """Saves and loads the state of a training: `harp.training.checkpointing.Keeper` writes files."""
+    """Saves and loads the state of a training: `harp.Keeper` writes files."""
 
     def load(self) -> dict[str, Any] | None:
         """The state to resume from, or None."""
@@ -164,7 +164,7 @@ def fit(
         fabric: a launched `lightning_fabric.Fabric`; default one process on the best device.
         on_step, on_epoch: called with a record of numbers after each step and each epoch. Without `on_step`, a
             training of more than two seconds shows its progress on a terminal and in a notebook.
-        keeper: saves the state and resumes from it, such as `harp.training.checkpointing.Keeper`.
+        keeper: saves the state and resumes from it, such as `harp.Keeper`.
 
     Example:
         units = harp.Weights(model)
@@ -191,8 +191,9 @@ def fit(
     plan = Plan(epochs, max(1, len(source)) * task.replays, lr, momentum, weight_decay, shape)
     taken: Takeover | None = None
     try:
+        frozen = not any(parameter.requires_grad for parameter in model.parameters())
         groups = pruner.trainable()
-        check_trained(groups, model)
+        check_trained(groups, frozen)
         if isinstance(optimizer, Optimizer):
             taken, made = Takeover(optimizer, groups, pruner.units.model), optimizer
         elif optimizer is None:
