@@ -18,7 +18,7 @@ def evened(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, 
             if _UNUSED in name and name.replace(_UNUSED, "block1.") in found:
                 del tensors[name]
     if any(name.endswith(_COUNTER) for name in own):
-        for name in found:
+        for name in list(tensors):
             if name.endswith(_MEAN):
                 tensors.setdefault(name.removesuffix(_MEAN) + _COUNTER, torch.zeros((), dtype=torch.long))
     return tensors
