@@ -28,7 +28,7 @@ from harp.engine.capture.capture import Captured, capture
 from harp.engine.graph import reference
 from harp.engine.graph.nodes import Graph
 from harp.engine.graph.reference import InTorch
-from harp.errors import CheckpointError, DataError, HarpError, Interrupted, ModelError
+from harp.errors import PROBLEM, CheckpointError, DataError, HarpError, Interrupted, ModelError
 from harp.evaluation import runner
 from harp.evaluation.results import Audit
 from harp.models.weights import fingerprint, save_model
@@ -270,7 +270,7 @@ def test_wrong_weights_lower_the_accuracy_and_cause_warnings(
     right = json.loads(out)
     write_harp(good, captured, damaged(network, 1.0))
     code, out, err = harp("evaluate", str(good), *words)
-    assert code == 0, err
+    assert code == PROBLEM, err
     wrong = json.loads(out)
     assert wrong["tests"][0]["deployed"]["value"] < right["tests"][0]["deployed"]["value"] - 0.2
     assert wrong["tests"][-1]["deployed"]["value"] < right["tests"][-1]["deployed"]["value"]
@@ -451,7 +451,7 @@ def test_the_twin_of_an_onnx_file_is_the_run_that_its_manifest_names(harp: Harp,
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
     words = ["evaluate", str(path), "--examples", "30", "--attack", "fgsm", "--attack", "square-9", "--json"]
     code, out, err = harp(*words)
-    assert code == 0, err
+    assert code == PROBLEM, err
     output = json.loads(out)
     assert output["twin"]["words"] == f"the run {run.name}" and output["data"] == "digits"
     assert output["threat"]["epsilon"] == 0.1
