@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import harp
-from harp.errors import ModelError
+from harp.errors import HarpError, ModelError
 from harp.experiments import build
 from harp.models import zoo
 from support.commands import Harp
@@ -40,10 +40,13 @@ def test_the_budget_is_exact_and_the_masks_say_where(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRUNED)
 def test_the_sparse_file_gives_the_same_answers(name: str) -> None:
-    images = harp.load_data("digits").test.images[:64].float() / 255
+    """Up to half precision, in which the file has weights with the batch norms folded in."""
+    images = harp.load_data("digits").test.images.float() / 255
     with torch.no_grad():
         expected = zoo.load(name)(images)
-    assert torch.allclose(torch.as_tensor(harp.load(zoo.path(name))(images)), expected, atol=1e-3)
+    logits = torch.as_tensor(harp.load(zoo.path(name))(images))
+    assert torch.equal(logits.argmax(1), expected.argmax(1))
+    assert torch.allclose(logits, expected, atol=0.03)
 
 
 @pytest.mark.parametrize("name", zoo.names())
@@ -74,14 +77,14 @@ def test_pruning_starts_from_the_trained_weights(harp: Harp) -> None:
     ("spec", "shape", "options", "words"),
     [
         ("zoo:digit-tinynet", (1, 8, 8), {}, "did you mean 'digits-tinynet'"),
-        ("zoo:digits-tinynet", (3, 32, 32), {}, "same architecture"),
+        ("zoo:digits-tinynet", (3, 32, 32), {}, "doesn't fit the model"),
         ("zoo:digits-tinynet", (1, 8, 8), {"width": 3}, "give none"),
     ],
 )
 def test_what_does_not_fit_is_one_line(
     spec: str, shape: tuple[int, int, int], options: dict[str, int], words: str
 ) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(HarpError, match=words):
         harp.build_model(spec, num_classes=10, shape=shape, **options)
 
 
