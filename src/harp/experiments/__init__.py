@@ -7,6 +7,7 @@ __all__ = [
     "compose",
     "energy",
     "estimate",
+    "image_size",
     "plan",
     "presets",
     "recipe",
