@@ -20,7 +20,7 @@ def print_table(console: Console, title: str, columns: Sequence[str], rows: Sequ
     """
     columns = [printable(column, console.encoding) for column in columns]
     rows = [[printable(cell, console.encoding) for cell in row] for row in rows]
-    wide = [max(len(column), *(_width(row[index]) for row in rows)) for index, column in enumerate(columns)]
+    wide = [max([len(column), *(_width(row[index]) for row in rows)]) for index, column in enumerate(columns)]
     words = [index for index, column in enumerate(columns) if not column]
     bars = [
         index for index in words if all(set(row[index]) <= _BARS for row in rows) and any(row[index] for row in rows)
