@@ -13,6 +13,7 @@ GROUPS = {
         "channels",
         "budget",
         "multiple",
+        "include",
         "ignore",
         "as_published",
     ),
