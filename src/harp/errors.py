@@ -2,7 +2,7 @@
 
     HarpError
     ├── RecipeError      a recipe or an argument that makes no sense
-    ├── BudgetError      a budget that no allocation can meet
+    │   └── BudgetError  a budget that no allocation can meet
     ├── DataError        a data set that is missing, damaged or not what it should be
     ├── ModelError       a model that can't be built, attacked or pruned
     │   └── Diverged     a training whose numbers are no longer finite
@@ -52,7 +52,7 @@ class RecipeError(HarpError, ValueError):
     """A recipe or an argument that makes no sense."""
 
 
-class BudgetError(HarpError, ValueError):
+class BudgetError(RecipeError):
     """A budget that no allocation can meet."""
 
 

@@ -28,7 +28,7 @@ def share(value: Any) -> float:
     try:
         kept = number(value)
     except RecipeError as error:
-        raise BudgetError(f"keep {value!r}: {advice}") from error
+        raise BudgetError(f"keep {value!r} is no number: {advice}") from error
     if isinstance(kept, bool) or not isinstance(kept, numbers.Real):
         raise BudgetError(f"keep {brief(value)}: {advice}")
     part = float(kept)
