@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # The argument of quick, coverage and slow: make quick PACKAGE=pruning
 ONLY = $(if $(PACKAGE),"$(PACKAGE)")
 
-.PHONY: install native demo test quick coverage slow clean
+.PHONY: install native demo docs test quick coverage slow clean
 
 # Where the engine's C++ can't be compiled the package computes in torch: that is a warning here, an error in scripts/check.
 install: $(STAMP)
@@ -21,11 +21,15 @@ native: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo 'harp needs Python 3.11 or newer: make PYTHON=/path/to/python3.11' && false)
 	test -x $(BIN)/python || "$(PYTHON)" -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,report,images,vision,track,export,lightning,hub]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs,report,images,vision,track,export,lightning,hub]"
 	touch $(STAMP)
 
 demo: install
 	$(BIN)/python -m harp demo
+
+# The documentation as a site in site/; open site/index.html.
+docs: install
+	@$(BIN)/python scripts/build-docs
 
 test: install
 	scripts/check
@@ -43,4 +47,4 @@ slow: install
 	@$(BIN)/python scripts/slow $(ONLY)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/harp/engine/native/_native.*
+	rm -rf site .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/harp/engine/native/_native.*

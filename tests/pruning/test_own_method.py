@@ -60,9 +60,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 @pytest.fixture
 def own(site: Site) -> str:
     """The example of the documentation, installed."""
-    (project,) = (tomllib.loads(text) for text in blocks("docs/reference/methods.md", "toml"))
+    (project,) = (tomllib.loads(text) for text in blocks("docs/how-to/add-a-method.md", "toml"))
     ((name, value),) = project["project"]["entry-points"][GROUP].items()
-    site.install(project["project"]["name"], blocks("docs/reference/methods.md", "python")[1], **{name: value})
+    site.install(project["project"]["name"], blocks("docs/how-to/add-a-method.md", "python")[0], **{name: value})
     assert name == NAME
     return str(name)
 

@@ -434,7 +434,7 @@ def test_without_tensorboard_metrics_are_written_to_their_file(tmp_path: Path, m
 def test_the_documented_job_requeues_an_unfinished_run(
     tmp_path: Path, number: signal.Signals | None, ending: int, code: int
 ) -> None:
-    page = (ROOT / "docs" / "how-to" / "long-runs.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "cluster.md").read_text()
     script = next(block for block in page.split("```sh\n")[1:] if block.startswith("#!/bin/bash")).split("```")[0]
     work = "import signal, sys, time; " + (
         f"signal.signal({int(number)}, lambda *_: (time.sleep(0.3), sys.exit({ending}))); "

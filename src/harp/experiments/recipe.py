@@ -169,21 +169,36 @@ OrPgd = BeforeValidator(lambda value: {"name": "pgd", **value} if isinstance(val
 
 
 class Data(_Part):
-    """The data set, its batches, and the images that are held out of training for model selection."""
+    """The data set, its batches, and the images that are held out of training for model selection.
+
+    Arguments:
+        name: a name of `harp list data`, or a path that ends in `.npz`.
+        batch: the number of images of an optimiser step, over all processes.
+        holdout: the share (below 1) or the number of training images that are held out to choose the best epoch.
+        train: how many of the remaining images to train on, drawn by the seed with the same share of each class;
+            default: all.
+        augment: random crops, and mirror images where they are usual for the data.
+        pad: pixels of zero padding that crops are taken from.
+        size: the side of the images of a `folder`.
+        stream: leave image files where they are and decode them when they are needed; default: if the decoded images
+            would take more than a quarter of the memory.
+        crop: `pad` cuts the padded image; `resized` cuts a part of the stored picture and resizes it, as usual for
+            ImageNet.
+        margin: with `crop: resized`: test images are resized to so many times the size, then their centre is cut.
+        corrupt: how many undecodable images a training accepts: a share (at least 10 images), or a count.
+    """
 
     name: str
     batch: Count = 128
-    holdout: Positive = 0.1  # a share of the training set, or a count
-    train: Count | None = None  # images to train on, drawn by the seed; default: all that are not held out
+    holdout: Positive = 0.1
+    train: Count | None = None
     augment: Flag = True
     pad: Annotated[Whole, Field(ge=0)] = 4
     size: Count | None = None
-    stream: Flag | None = None  # read image files while training; default: if they would fill a quarter of the memory
-    crop: Literal["pad", "resized"] = "pad"  # crop the padded image, or the stored picture
-    margin: Annotated[Number, Field(ge=1, le=4)] = (
-        256 / 224
-    )  # of test images, with `resized`: they are cropped from a larger one
-    corrupt: NotNegative = 0.001  # undecodable images that training tolerates, a share or a count
+    stream: Flag | None = None
+    crop: Literal["pad", "resized"] = "pad"
+    margin: Annotated[Number, Field(ge=1, le=4)] = 256 / 224
+    corrupt: NotNegative = 0.001
 
     def load(self, data_dir: Path | None, *, name: str | None = None, display: Quiet | None = None) -> DataSet:
         """Load the data set, or another one by its name with the same options."""
@@ -216,7 +231,13 @@ class _ForEveryModel(_Part):
 
 
 class Model(_ForEveryModel):
-    """The model; further keys are options of its factory."""
+    """The model; further keys are options of its factory.
+
+    Arguments:
+        name: a name of `harp list models`, `torchvision:NAME`, `timm:NAME` or `path/to/file.py:function`.
+        weights: a file of weights to start from.
+        normalize: `[mean, std]`, a list of one number a channel each; it becomes a part of the model.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -233,15 +254,29 @@ class Model(_ForEveryModel):
 
 
 class Units(_Part):
-    """What is pruned, what the budget counts, and limits of layers by name pattern."""
+    """What is pruned, what the budget counts, and limits of layers by name pattern.
+
+    Arguments:
+        kind: what is pruned: single `weights`, or whole `channels`.
+        budget: what `keep` is a share of. Of weights: `weights` (default) or `macs`. Of channels: `flops` (default),
+            `macs`, `parameters`, `memory`, or `latency`, the time for one image, measured on this machine when the run
+            begins.
+        ignore: patterns of layers that stay dense and do not count; of channels, all that they read and give stays.
+        include: patterns of bare parameters that are pruned too; weights only.
+        minimum: by pattern, the share of a layer that must be kept; of channels, the share of those that the layer is
+            the first to read.
+        maximum: the same for the share that may be kept.
+        multiple: keep a multiple of so many channels, as some hardware wants it; channels only.
+        whole_ends: leave what the first layer gives and what the last one reads as it is; channels only.
+    """
 
     kind: Literal["weights", "channels"] = "weights"
-    budget: str | None = None  # default: the number of weights, or the FLOPs of channels
+    budget: str | None = None
     ignore: list[str] = []
-    include: list[str] = []  # weights only
+    include: list[str] = []
     minimum: dict[str, Number] = {}
     maximum: dict[str, Number] = {}
-    multiple: Count = 1  # channels only, as is whole_ends
+    multiple: Count = 1
     whole_ends: Flag = False
 
     @model_validator(mode="after")
@@ -261,7 +296,15 @@ class Units(_Part):
 
 
 class Optimizer(_Part):
-    """The optimiser and its learning rate over time."""
+    """The optimiser and its learning rate over time.
+
+    Arguments:
+        name: `sgd` or `adamw`.
+        lr: the first learning rate.
+        momentum: of SGD.
+        weight_decay: of all that is trained, scores and quotas included.
+        schedule: a name of the table of schedules, or a mapping with its name and its options.
+    """
 
     name: Literal["sgd", "adamw"] = "sgd"
     lr: Positive = 0.1
@@ -273,16 +316,30 @@ class Optimizer(_Part):
 
 
 class Stage(_Part):
-    """A training: a pruner, an objective, epochs."""
+    """A training: a pruner, an objective, epochs.
+
+    Arguments:
+        name: the name of the stage's folder; no two stages have the same.
+        pruner: a name of `harp list methods`, or a mapping with its name and its options, such as `keep`.
+        epochs: the number of passes over the training images.
+        objective: the stage's own, with its name and its threat: nothing is taken over from the recipe's; default: the
+            recipe's.
+        optimizer: the optimiser of this stage.
+        accumulate: the number of parts that a batch is split into, to save memory.
+        compact: of a `fixed` stage: train without the channels that the masks leave unread, which changes nothing but
+            rounding; default: if that is faster.
+        select: keep the weights of the `best` epoch on the held-out images (under attack, if the objective has one), or
+            of the `last`.
+    """
 
     name: Name
     pruner: Annotated[dict[str, Any], BeforeValidator(partial(_part, "pruner", PRUNERS))]
     epochs: Annotated[Whole, Field(ge=0)]
-    objective: ObjectivePart | None = None  # default: the recipe's
+    objective: ObjectivePart | None = None
     optimizer: Optimizer = Optimizer()
     accumulate: Count = 1
-    compact: Flag | None = None  # train without channels that fixed masks leave unread; default: if that is faster
-    select: Literal["best", "last"] = "best"  # by accuracy under attack on the held-out images
+    compact: Flag | None = None
+    select: Literal["best", "last"] = "best"
 
     @property
     def prunes(self) -> bool:
@@ -291,11 +348,18 @@ class Stage(_Part):
 
 
 class Evaluation(_Part):
-    """The evaluation of the finished network on the test set."""
+    """The evaluation of the finished network on the test set.
+
+    Arguments:
+        attacks: a list of names such as `fgsm`, `pgd-20`, `pgd-20x5` or `autoattack`, or of mappings with a name and
+            options.
+        epsilon: of the attacks that are just a name; default: the objective's.
+        examples: how many test images, drawn by the seed; default: all.
+    """
 
     attacks: list[Annotated[str | dict[str, Any], BeforeValidator(_attack)]] = ["pgd-20"]
-    epsilon: NotNegative | None = None  # of attacks named by text; default: the objective's
-    examples: Count | None = None  # drawn by the recipe's seed; default: all
+    epsilon: NotNegative | None = None
+    examples: Count | None = None
 
 
 class Recipe(_Part):
@@ -304,15 +368,15 @@ class Recipe(_Part):
     Arguments:
         name: what a run's folder is called by.
         description: what it is, for `harp list`.
-        seed: of everything that is drawn.
+        seed: of everything that is drawn: first weights, batches, held-out images, attacks.
         data: the data set and its batches.
         model: the architecture, its options and its weights.
         units: what is pruned and what the budget counts.
         objective: what all stages train under, if they don't say otherwise.
         stages: the trainings, one after the other.
         evaluate: the attacks at the end, and on how many images.
-        precision: "auto", "32-true" or "bf16-mixed".
-        sync_norms: let batch norms see the images of all processes.
+        precision: `32-true`, `bf16-mixed`, or `auto`: bfloat16 where a GPU computes in it.
+        sync_norms: with several processes, let batch norms see the images of all of them.
 
     Example:
         recipe = harp.Recipe(
@@ -389,11 +453,17 @@ class Recipe(_Part):
 
 
 class Axes(_Part):
-    """What a recipe file says for `harp.experiments.compose`; not a part of the recipe itself."""
+    """What a recipe file says for short names and options; not a part of the recipe itself.
 
-    budgets: dict[str, Share] = {}  # kept shares, by the pruned per cent in short names
-    channels: dict[str, Any] = {}  # options of the file's own pruner that differ if channels are pruned
-    name_objective: Flag = False  # names include the objective, even the file's own
+    Arguments:
+        budgets: the kept share for a number in short names.
+        channels: options of the file's own pruner that differ if channels are pruned.
+        name_objective: names include the objective, even the file's own.
+    """
+
+    budgets: dict[str, Share] = {}
+    channels: dict[str, Any] = {}
+    name_objective: Flag = False
 
 
 _LONGEST_MESSAGE = 500
