@@ -78,7 +78,7 @@ PAGES = {
     "list": "docs/reference/recipes.md",
     "plan": "docs/reference/methods.md",
     "doctor": "docs/how-to/models.md",
-    "submit": "docs/how-to/evaluation.md",
+    "submit": "docs/how-to/submit.md",
 }
 """The page of the documentation that says more about a command."""
 
