@@ -37,4 +37,9 @@ subprocess.run([sys.executable, "-c", answer], check=True)
 
 # The file itself under attack: what fools its twin in torch is shown to it, and Square asks it.
 command = ["evaluate", "deployed/network.harp", "--data", "digits", "--attack", "pgd-20", "--epsilon", "0.1"]
-subprocess.run([sys.executable, "-m", "harp", *command, "--examples", "10" if quick else "50"], check=True)
+examples = "10" if quick else "50"
+ended = subprocess.run([sys.executable, "-m", "harp", *command, "--examples", examples], check=False)
+if ended.returncode == 1:  # measured, but a check found something: after one epoch the network knows nothing
+    print("a check of the file found something, see above")
+else:
+    ended.check_returncode()
