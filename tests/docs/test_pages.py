@@ -122,6 +122,7 @@ def readers(names: dict[str, Any]) -> None:
 
     Path("reader.py").write_text(Path(reader.__file__).read_text("utf-8"), "utf-8")
     small(names)
+    names["harp"].apply_masks(names["model"], names["masks"])
 
 
 SETUPS = {
