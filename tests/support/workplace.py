@@ -108,11 +108,6 @@ def runs(folder: Path) -> None:
     finished_run.make(folder / RUN, finished_run.content(model=MODEL, keep=0.3))
     demo = finished_run.content(data="fashion", model={"name": "tinynet", "width": 4}, keep=0.1)
     finished_run.make(folder / "demo-1f2e3d4c5b6a", demo)
-    for pruned in (90, 95, 99):
-        content = finished_run.content(
-            model={"name": "resnet18", "width": 0.125}, method="hydra", keep=1 - pruned / 100
-        )
-        finished_run.make(folder / f"hydra-{pruned}-0123456789ab", {**content, "name": f"hydra-{pruned}"})
 
 
 def network() -> nn.Module:
