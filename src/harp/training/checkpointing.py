@@ -23,7 +23,7 @@ _SAVE = 15.0  # the least seconds of work that are saved before a long validatio
 class Keeper:
     """Save the state of a training: at the end of every epoch, every few minutes, and before a stop.
 
-    There is always a complete state on disk to resume from (see `harp.system.states`). Only rank 0 writes; all ranks
+    There is always a complete state on disk to resume from (see `system/states.py`). Only rank 0 writes; all ranks
     read. If a write fails, the training goes on with a warning, and the write is tried again.
 
     Arguments:
