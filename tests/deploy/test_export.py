@@ -164,8 +164,8 @@ def test_loading_needs_no_torch(weights: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--to", "onx"], "choose from sparse, onnx"),
-        (["--to", "sparse", "--values", "f8"], "choose from f32, f16, int8"),
+        (["--to", "onx"], "did you mean 'onnx'"),
+        (["--to", "sparse", "--values", "f8"], "one of f32, f16, int8"),
         (["--to", "sparse", "--weights", "a"], "a run has its own"),
     ],
 )

@@ -742,7 +742,8 @@ def test_the_report_shows_the_file_and_its_twin(
     for text in (built[".html"], built[".md"]):
         for word in ("As deployed", "in torch", "network.harp", natural, output["artefact"]["sha256"], "the graph in"):
             assert word in text.replace("\u00a0", " "), word
-    (section,) = [one for one in json.loads(built[".json"])["sections"] if one["title"] == "As deployed"]
+    (part,) = json.loads(built[".json"])["parts"]
+    (section,) = [one for one in part["sections"] if one["title"] == "As deployed"]
     rows = section["tables"][0]["rows"]
     assert [row[2] for row in rows] == ["natural", "pgd-2, ε 0.1", "square-9, ε 0.1", "worst case, ε 0.1"]
     assert [row[3] for row in rows][2] == "–" and rows[0][3] == rows[0][4] == natural

@@ -43,6 +43,11 @@ class Residual(nn.Module):
         return self.last(F.leaky_relu(self.head(F.max_pool2d(x, 2).flatten(1)), 0.1))
 
 
+def folded(net: Any) -> bool:
+    """Whether a network is the one of torch that attacks use, rewritten."""
+    return isinstance(net.plan.graph, fx.GraphModule)
+
+
 def pruned(keep: float = 0.05, seed: int = 0) -> tuple[Residual, Masks]:
     torch.manual_seed(seed)
     model = Residual()
@@ -82,10 +87,10 @@ def test_attacks_use_the_engine_for_sparse_networks_only(monkeypatch: pytest.Mon
         assert isinstance(net, Follower)
         by_engine = slope(net, x, y)
     with frozen(pruned(1.0)[0], x) as net:
-        assert isinstance(net, fx.GraphModule), "a dense network is left to torch"
+        assert folded(net), "a dense network is left to torch"
     monkeypatch.setenv("HARP_ENGINE", "off")
     with frozen(model, x) as net:
-        assert isinstance(net, fx.GraphModule), "it can be switched off"
+        assert folded(net), "it can be switched off"
         wanted = slope(net, x, y)
     assert (by_engine - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     with frozen(model, x.double(), fast=False) as net:
@@ -96,7 +101,7 @@ def test_attacks_on_small_networks_do_not_use_the_engine(monkeypatch: pytest.Mon
     monkeypatch.delenv("HARP_ENGINE", raising=False)
     monkeypatch.setattr(frozen_module, "WORTH", 1e9)
     with frozen(pruned()[0], data()[0]) as net:
-        assert isinstance(net, fx.GraphModule)
+        assert folded(net)
 
 
 @pytest.mark.usefixtures("always")
@@ -191,7 +196,7 @@ def test_a_layer_that_is_too_large_is_left_to_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("harp.engine.lowering.matrices.FARTHEST", 10)
     x = data()[0]
     with frozen(pruned()[0], x) as net:
-        assert isinstance(net, fx.GraphModule) and net(x).isfinite().all()
+        assert folded(net) and net(x).isfinite().all()
 
 
 @pytest.mark.usefixtures("always")
