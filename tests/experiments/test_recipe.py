@@ -200,9 +200,10 @@ def test_files_that_are_no_recipes(tmp_path: Path, text: str | bytes, message: s
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    for missing in (tmp_path, tmp_path / "no.yaml"):
-        with pytest.raises(RecipeError, match=f"no recipe file {missing}"):
-            load(missing)
+    with pytest.raises(RecipeError, match=f"no recipe file {tmp_path / 'no.yaml'}"):
+        load(tmp_path / "no.yaml")
+    with pytest.raises(RecipeError, match=f"{tmp_path} is a folder: give a recipe"):
+        load(tmp_path)
 
 
 # --set, precedence, names
@@ -291,6 +292,7 @@ def test_every_use_of_a_yaml_anchor_is_a_copy(tmp_path: Path) -> None:
 
 shares = st.floats(1e-6, 1, exclude_min=True)
 numbers = st.floats(0, 1e6)
+radii = st.floats(0, 1, exclude_max=True)  # of a ball in linf
 names = st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters="/\\."), min_size=1, max_size=8)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
@@ -305,7 +307,7 @@ def part(name: str, needed: dict[str, Any] | None = None, **fields: Any) -> st.S
 
 rates = st.one_of(st.sampled_from(["uniform", "erk", "lamp"]), st.dictionaries(texts, numbers, max_size=2))
 keep = {"keep": shares}
-threat = {"epsilon": numbers, "step": numbers, "steps": st.integers(0, 99), "norm": st.sampled_from(["linf", "l2"])}
+threat = {"epsilon": radii, "step": radii, "steps": st.integers(0, 99), "norm": st.sampled_from(["linf", "l2"])}
 objectives = st.one_of(
     st.just("natural"),
     part("pgd", clean_statistics=st.booleans(), **threat),
@@ -352,7 +354,7 @@ recipes = st.fixed_dictionaries(
         "units": options(ignore=st.lists(texts, max_size=2), minimum=st.dictionaries(texts, numbers, max_size=2)),
         "objective": objectives,
         "evaluate": options(
-            attacks=st.lists(st.sampled_from(["fgsm", "pgd-7x2", "cw"]) | part("pgd", epsilon=numbers), max_size=3),
+            attacks=st.lists(st.sampled_from(["fgsm", "pgd-7x2", "cw"]) | part("pgd", epsilon=radii), max_size=3),
             examples=st.none() | st.integers(1, 99),
         ),
         "precision": st.sampled_from(["auto", "32-true"]),

@@ -118,7 +118,7 @@ def content(source: str | Path, choice: Choice = Choice()) -> dict[str, Any]:  #
     path = Path(source)
     if not path.is_file():
         named = _named(str(source))
-        if named is None and path.is_dir():
+        if named is None and str(source) and path.is_dir():
             raise RecipeError(f"{source} is a folder: give a recipe, or the name of a base (`harp list recipes`)")
         if named is None:
             raise RecipeError(f"no recipe file {source}, and {unknown('recipe', str(source), near(str(source)))}")
