@@ -227,7 +227,7 @@ def test_the_command_takes_workers(harp: Harp, tmp_path: Path) -> None:
     code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--workers", "1")
     assert code in FINISHED, err
     code, _, err = harp("run", "r.yaml", "--data-dir", "pictures", "--set", "seed=1", "--workers", "-1")
-    assert code == 2 and "workers -1, expected 0 or more" in err
+    assert code == 2 and "--workers -1: give at least 0" in err
     (folder,) = Path("runs").glob("streamed-*")
     code, _, err = harp("evaluate", str(folder), "--data-dir", "pictures", "--attack", "pgd-2")
     assert code == 0, err

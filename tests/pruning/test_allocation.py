@@ -204,8 +204,10 @@ def test_wrong_given_rates_are_named(rates: dict[str, float]) -> None:
 
 
 def test_unknown_strategy_lists_the_known() -> None:
-    with pytest.raises(RecipeError, match="uniform, erk, lamp, global, igq"):
+    with pytest.raises(RecipeError, match="did you mean 'erk'"):
         allocation.allocate("erq", Weights(Layers([(2, 2)])), 2)
+    with pytest.raises(RecipeError, match="uniform, erk, lamp, global, igq"):
+        allocation.allocate("xyz", Weights(Layers([(2, 2)])), 2)
 
 
 @pytest.mark.parametrize(("keep", "share"), [(0.2, 0.5), (0.1, 0.5), (0.01, 0.1**0.5), (0.0025, 0.025**0.5)])

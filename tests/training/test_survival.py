@@ -235,7 +235,7 @@ def test_every_long_command_has_a_time_limit(harp: Harp, tmp_path: Path) -> None
     evaluate = ["evaluate", str(folder), "--attack", "pgd-3", "--examples", "40"]
     code, _, err = harp(*evaluate, "--max-minutes", "0.0001")
     assert code == 75, err
-    assert harp(*evaluate)[0] == 0
+    assert harp(*evaluate)[0] in (0, 1)  # 1: finished, with a check that found something
     for wrong in ("0", "-1", "nan"):
         code, _, err = harp("run", "r.yaml", "--max-minutes", wrong)
         assert code == 2 and "minutes: give more than 0" in err

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -192,7 +193,10 @@ def _usage(error: Any) -> str:
         message = message.replace(theirs, ours)
     option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
     following = [value for word, value in pairwise(sys.argv) if word == option]
-    return message.replace(f"Invalid value for '{option}':", f"{option} {following[0]}:") if following else message
+    if not following:
+        return message
+    theirs = rf"Invalid value for '{re.escape(option)}'( \(env var: '\w+'\))?:"
+    return re.sub(theirs, lambda _: f"{option} {following[0]}:", message)
 
 
 def _flushed(code: int | str | None) -> int | str | None:
