@@ -121,7 +121,7 @@ def test_a_plan_may_count_parameters_or_the_macs_of_single_weights() -> None:
 
 def test_wrong_plans_are_one_line() -> None:
     subject = plan.Subject("resnet8")
-    with pytest.raises(RecipeError, match="budget 'flops' of single weights: one of weights, macs"):
+    with pytest.raises(RecipeError, match="unknown budget of single weights 'flops': one of weights, macs"):
         subject.units(budget="flops")
     with pytest.raises(RecipeError, match="multiple 8 has no meaning for weights"):
         subject.units(multiple=8)
