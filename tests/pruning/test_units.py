@@ -59,7 +59,7 @@ def test_include_and_ignore_by_pattern() -> None:
 
 @pytest.mark.parametrize("keep", [0, -0.1, 1.01, float("nan"), float("inf")])
 def test_senseless_budgets_are_refused(keep: float) -> None:
-    with pytest.raises(BudgetError, match="above 0 and at most 1|more than 100 %"):
+    with pytest.raises(BudgetError, match=r"above 0 and at most 1|more than 100 %"):
         Weights(cases.build("conv")).total(keep)
 
 

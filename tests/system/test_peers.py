@@ -200,7 +200,7 @@ def test_a_process_at_a_barrier_gets_an_error_if_another_one_ended(pair: Pair) -
 
 @pytest.mark.parametrize(
     ("code", "in_order"),
-    [(0, True), (None, True), (UNFINISHED, True), (130, True), (1, False), (2, False), (76, False)],
+    [(0, True), (1, True), (None, True), (UNFINISHED, True), (130, True), (2, False), (76, False)],
 )
 def test_the_command_reports_how_it_ends_to_the_others(
     monkeypatch: pytest.MonkeyPatch, code: int | None, in_order: bool
